@@ -1,0 +1,38 @@
+"""Per-example Jacobians computed once, stored, and turned into kernels."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jacstore.assembly import gram, lazy_kernel
+    from jacstore.builder import build
+    from jacstore.errors import JacstoreError
+    from jacstore.kernel import Kernel
+    from jacstore.memory import ntk
+    from jacstore.problem import Problem
+    from jacstore.store import JacobianStore, StoreWriter
+
+__version__ = "0.1.0"
+
+# Names are loaded when first used: importing jax, zarr and dask takes seconds.
+_HOMES = {
+    "Problem": "problem",
+    "build": "builder",
+    "gram": "assembly",
+    "lazy_kernel": "assembly",
+    "Kernel": "kernel",
+    "JacobianStore": "store",
+    "StoreWriter": "store",
+    "JacstoreError": "errors",
+    "load_target": "target",
+    "ntk": "builder",
+    "open": "assembly",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'jacstore' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"jacstore.{_HOMES[name]}"), name)

@@ -1,0 +1,536 @@
+"""In: a problem and where its store lives. Out: the store, complete for its part; what exists already is kept.
+
+Five things overlap: reading inputs (a thread), the device pass (asynchronous), copying to the host (here), encoding and
+writing (threads of the writer). At most two units are alive: the one being filled and the one being written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jacstore import hierarchy, machine
+from jacstore.errors import Interrupted, JacstoreError, Mismatch, Refused
+from jacstore.files import Folder
+from jacstore.jacobian import BatchRows, DevicePass, device, device_budget
+from jacstore.machine import format_size, parse_size
+from jacstore.pieces import CODECS, compress
+from jacstore.plan import PIECE_BYTES, StorePlan, plan_store
+from jacstore.problem import Prepared, Problem, prepare
+from jacstore.progress import BatchDone, Listener, Started, silent
+from jacstore.store import DTYPES, JacobianStore, StoreWriter, storage_dtype
+from jacstore.terms import dense_leaves
+
+LAYOUTS = ("auto", "dense", "factored")
+# How many finished units a rerun checks against the inputs it was given; `verify` checks all.
+UNITS_REHASHED = 4
+READ_AHEAD = 2
+# What a disk is taken to write when nothing may be written to measure it, in bytes a second.
+DISK_SPEED = 5e8
+
+
+def build(
+    problem: Problem,
+    out: str | Path | None = None,
+    *,
+    memory: int | str | None = None,
+    device_memory: int | str | None = None,
+    dtype: str = "float32",
+    layout: str = "auto",
+    batch_size: int | None = None,
+    output_batch: int | None = None,
+    unit_size: int | None = None,
+    codec: str = "auto",
+    examples: tuple[int, int] | str | None = None,
+    part: tuple[int, int] | str | None = None,
+    allow_nonfinite: bool = False,
+    overwrite: bool = False,
+    listener: Listener = silent,
+    stop: Callable[[], bool] | None = None,
+) -> JacobianStore:
+    """Compute the per-example Jacobian of a problem once and store it; a rerun computes only what is missing.
+
+    Parameters
+    ----------
+    problem
+        The function, its parameters and its inputs.
+    out
+        Folder of the store; None or "memory://" for RAM, which moves to a temporary folder beyond `memory`.
+    memory
+        Bytes to allocate on the host, such as "8GB"; half of what is available if not given.
+    device_memory
+        The same for the accelerator; three quarters of its memory if not given.
+    dtype
+        What is stored. "float64" also computes in float64; otherwise parameters keep their own precision.
+    layout
+        "dense" stores rows; "auto" and "factored" choose smaller exact forms where there are any.
+    batch_size, output_batch, unit_size
+        Examples a device pass, outputs a pass, examples a unit; chosen from the memory if not given.
+    codec
+        "auto" measures a first batch.
+    examples
+        Range `(A, B)` or "A:B" of the inputs that the store is about.
+    part
+        `(I, N)` or "I/N": only the I-th of N parts of the units, counted from 1.
+    allow_nonfinite
+        Store rows with NaN or infinity instead of stopping.
+    overwrite
+        Delete what is there and start anew.
+    listener
+        Called with progress events.
+    stop
+        Asked between batches; when it says true, the build ends with `Interrupted`.
+
+    Returns
+    -------
+    JacobianStore
+        With `.report`: the keys of `jacstore build --json`.
+
+    Raises
+    ------
+    Refused
+        For anything that the caller must change; nothing finished is lost.
+    """
+    started = time.perf_counter()
+    options = _Options(
+        memory=memory,
+        device_memory=device_memory,
+        dtype=dtype,
+        layout=layout,
+        batch_size=batch_size,
+        output_batch=output_batch,
+        unit_size=unit_size,
+        codec=codec,
+        examples=examples,
+        part=part,
+    )
+    job = _Job(problem, out, options)
+    found = job.existing(overwrite)
+    proposed = None if found else job.propose()
+    writer = StoreWriter(
+        out,
+        job.leaves,
+        job.prepared.n_examples,
+        job.prepared.n_outputs,
+        dtype=dtype,
+        codec=found.resolved["codec"] if found else proposed[1],
+        unit_size=found.unit_size if found else proposed[0].unit_size,
+        memory=job.memory,
+        outputs_dtype=job.outputs_dtype,
+        requested=job.requested,
+        left_out=job.prepared.left_out,
+        part=job.part,
+        allow_nonfinite=allow_nonfinite,
+        overwrite=overwrite,
+        listener=listener,
+    )
+    with writer:
+        reused = len(writer.units) - len(writer.missing)
+        listener(Started(what="units", total=len(writer.units), done=reused))
+        job.rehash(writer)
+        times = job.run(writer, listener, stop or (lambda: False))
+        computed = len(writer.units) - len(writer.missing) - reused
+    store = writer.store
+    facts = store.info()
+    store.report = {
+        "store": store.path,
+        "examples": store.n_examples,
+        "outputs": store.n_outputs,
+        "parameters": store.n_parameters,
+        "leaves": len(store.leaves),
+        "units_total": store.n_units,
+        "units_computed": computed,
+        "units_reused": reused,
+        "bytes_stored": facts["bytes_stored"],
+        "bytes_dense": facts["bytes_dense"],
+        "seconds_total": time.perf_counter() - started,
+        "seconds_compile": job.seconds_compile,
+        **times,
+        "peak_rss": machine.peak_rss(),
+        "complete": facts["complete"],
+        "codec": store.resolved["codec"],
+        "batch_size": job.device_pass.batch_size if job.device_pass else None,
+    }
+    return store
+
+
+def plan_build(problem: Problem, out: str | Path | None = None, **options: Any) -> dict[str, Any]:
+    """What `build` would do, with a timed batch; writes nothing. Options are those of `build`."""
+    return _Job(problem, out, _Options(**options)).describe()
+
+
+class _Options:
+    """Checked keyword arguments of a build."""
+
+    def __init__(
+        self,
+        *,
+        memory: int | str | None = None,
+        device_memory: int | str | None = None,
+        dtype: str = "float32",
+        layout: str = "auto",
+        batch_size: int | None = None,
+        output_batch: int | None = None,
+        unit_size: int | None = None,
+        codec: str = "auto",
+        examples: tuple[int, int] | str | None = None,
+        part: tuple[int, int] | str | None = None,
+    ) -> None:
+        self.memory = machine.default_memory(memory)
+        self.device_memory = parse_size(device_memory, "--device-memory")
+        for name, given, allowed in (
+            ("dtype", dtype, DTYPES),
+            ("layout", layout, LAYOUTS),
+            ("codec", codec, ("auto", *CODECS)),
+        ):
+            if given not in allowed:
+                raise Refused(f"--{name} {given}: allowed are {', '.join(allowed)} ({name}=)")
+        for name, number in (("batch_size", batch_size), ("output_batch", output_batch), ("unit_size", unit_size)):
+            if number is not None and (not isinstance(number, int) or number < 1):
+                raise Refused(f"--{name.replace('_', '-')} {number}: must be an integer of at least 1 ({name}=)")
+        self.dtype, self.layout, self.codec = dtype, layout, codec
+        self.batch_size, self.output_batch, self.unit_size = batch_size, output_batch, unit_size
+        self.examples = _pair(examples, ":", "--examples", "A:B")
+        self.part = _pair(part, "/", "--part", "I/N") or (1, 1)
+
+
+def _pair(given: tuple[int, int] | str | None, separator: str, flag: str, form: str) -> tuple[int, int] | None:
+    if given is None:
+        return None
+    try:
+        first, second = (int(x) for x in (given.split(separator) if isinstance(given, str) else given))
+    except (ValueError, TypeError):
+        raise Refused(f"{flag} {given}: allowed is {form} with two integers ({flag.lstrip('-')}=)") from None
+    return first, second
+
+
+class _Job:
+    """One build: the prepared problem and what is decided for it."""
+
+    def __init__(self, problem: Problem, out: str | Path | None, options: _Options) -> None:
+        self.options, self.memory, self.part = options, options.memory, options.part
+        self.out = "memory://" if out is None else str(out)
+        if options.layout == "factored":
+            raise Refused("--layout factored: this version stores rows only; allowed are auto and dense (layout=)")
+        device()
+        self.prepared, self.shift = _restrict(prepare(problem, float64=options.dtype == "float64"), options.examples)
+        self.leaves = dense_leaves([(leaf.path, leaf.shape, leaf.dtype) for leaf in self.prepared.leaves])
+        self.requested = {
+            **self.prepared.requested,
+            "examples": [self.shift, self.shift + self.prepared.n_examples],
+            "layout": options.layout,
+            "codec": options.codec,
+        }
+        self.n_columns = sum(leaf.size for leaf in self.leaves)
+        self.device_pass: DevicePass | None = None
+        self.seconds_compile = 0.0
+        self._first: list[BatchRows] | None = None
+
+    @property
+    def outputs_dtype(self) -> str:
+        return "float64" if self.options.dtype == "float64" else "float32"
+
+    def existing(self, overwrite: bool) -> JacobianStore | None:
+        """The store to continue, if there is one: its resolved choices are kept."""
+        files = hierarchy.place(self.out, self.memory)
+        if overwrite or not isinstance(files, Folder) or files.size(hierarchy.ROOT) is None:
+            return None
+        return JacobianStore(files, self.out)
+
+    def plan(self) -> StorePlan:
+        return plan_store(
+            n_examples=self.prepared.n_examples,
+            n_outputs=self.prepared.n_outputs,
+            n_columns=self.n_columns,
+            itemsize=np.dtype(storage_dtype(self.options.dtype)).itemsize,
+            memory=self.memory,
+            unit_size=self.options.unit_size,
+        )
+
+    def propose(self, disk_speed: float | None = None) -> tuple[StorePlan, str]:
+        """Unit size and codec for a new store; `auto` encodes rows of a first batch."""
+        plan = self.plan()
+        if self.options.codec != "auto" or self.out == "memory://":
+            return plan, self.options.codec if self.options.codec != "auto" else "none"
+        passes = self.compile(plan.unit_size)
+        stop = min(passes.batch_size, plan.unit_size, self.prepared.n_examples)
+        self._first = list(self._rows(self.prepared.read(0, stop)))
+        return plan, _fastest_codec(self._first, disk_speed or measured_disk_speed(Path(self.out).absolute()))
+
+    def compile(self, unit_size: int) -> DevicePass:
+        """Compile the device pass once; refuse units that do not fit."""
+        if self.device_pass is None:
+            budget = device_budget(self.options.device_memory, self.memory)
+            self.device_pass = DevicePass(
+                self.prepared,
+                stored_dtype=self.options.dtype,
+                budget=budget,
+                unit_size=unit_size,
+                batch_size=self.options.batch_size,
+                output_batch=self.options.output_batch,
+            )
+            self.seconds_compile = self.device_pass.seconds_compile
+        return self.device_pass
+
+    def _rows(self, examples: Any) -> Iterator[BatchRows]:
+        assert self.device_pass is not None
+        count = len(jax.tree_util.tree_leaves(examples)[0])
+        for first, values in self.device_pass.dispatch(examples):
+            yield self.device_pass.fetch(first, values, count)
+
+    def rehash(self, writer: StoreWriter) -> None:
+        """Refuse other inputs than those that finished units were made from: a few units, chosen anew each time."""
+        store = writer.store
+        missing = set(writer.missing)
+        done = [unit for unit in writer.units if store.unit_range(unit) not in missing]
+        chosen = {*done[:1], *done[-1:], *random.sample(done, min(len(done), UNITS_REHASHED - 2))}
+        for unit in sorted(chosen):
+            start, stop = store.unit_range(unit)
+            if _hash_inputs(self.prepared.read(start, stop)) != store.record(unit)["inputs"]:
+                raise Mismatch(
+                    f"{store.path} was built from another request (inputs: examples {start} to {stop - 1} changed); "
+                    "give the same inputs, choose another --out (out=), or start anew with --overwrite (overwrite=True)"
+                )
+
+    def run(self, writer: StoreWriter, listener: Listener, stop: Callable[[], bool]) -> dict[str, float]:
+        """Compute and write the missing units."""
+        missing = writer.missing
+        times = {"seconds_device": 0.0, "seconds_write": 0.0}
+        if not missing:
+            return times
+        passes = self.compile(writer.store.unit_size)
+        ahead = self._units_alive(writer, passes)
+        batches = [
+            (start, last, a, min(a + passes.batch_size, last))
+            for start, last in missing
+            for a in range(start, last, passes.batch_size)
+        ]
+        inputs_pool, units_pool = ThreadPoolExecutor(1, "jacstore-input"), ThreadPoolExecutor(1, "jacstore-unit")
+        writing: list[Future[float]] = []
+        try:
+            inputs = _ahead(inputs_pool, lambda batch: self.prepared.read(batch[2], batch[3]), batches)
+            unit: _Unit | None = None
+            for (start, last, a, b), examples in inputs:
+                if stop():
+                    raise interrupted(f"{len(writer.missing)} of {len(writer.units)} units missing")
+                if unit is None or unit.start != start:
+                    unit = _Unit(writer, start, last, self.outputs_dtype)
+                began = time.perf_counter()
+                unit.hash(examples)
+                for rows in self._first_or_rows(start, a, b, examples):
+                    unit.fill(a, rows)
+                times["seconds_device"] += time.perf_counter() - began
+                listener(BatchDone(examples=b - a))
+                if b == last:
+                    while len(writing) >= ahead:
+                        times["seconds_write"] += writing.pop(0).result()
+                    writing.append(units_pool.submit(unit.write))
+                    unit = None
+            times["seconds_write"] += sum(future.result() for future in writing)
+        finally:
+            # Whatever ended this loop, a unit that is being written is finished.
+            inputs_pool.shutdown(cancel_futures=True)
+            units_pool.shutdown()
+        return times
+
+    def _first_or_rows(self, start: int, a: int, b: int, examples: Any) -> Iterator[BatchRows]:
+        """Rows of a batch; those of the very first were computed already if a codec was measured with them."""
+        first, self._first = self._first, None
+        if first is not None and a == 0 and len(first[0].outputs) == b:
+            return iter(first)
+        return self._rows(examples)
+
+    def _units_alive(self, writer: StoreWriter, passes: DevicePass) -> int:
+        """How many units may be waiting for the disk while the next one is filled."""
+        unit = self.plan().unit_bytes * writer.store.unit_size // self.plan().unit_size
+        on_host = passes.bytes_needed if device().platform == "cpu" else 0
+        left = self.memory - on_host
+        if unit > left:
+            raise Refused(
+                f"--memory {self.memory:,}: one unit of {writer.store.unit_size} example(s) takes {format_size(unit)} "
+                f"and the device pass {format_size(on_host)} on the host; give more memory (memory=), a smaller "
+                "--batch-size (batch_size=) or --unit-size (unit_size=)"
+            )
+        return 1 if 2 * unit <= left else 0
+
+    def seconds_per_example(self) -> float:
+        """Median of three timed batches, compile time apart."""
+        plan = self.plan()
+        passes = self.compile(plan.unit_size)
+        count = min(passes.batch_size, self.prepared.n_examples)
+        examples = self.prepared.read(0, count)
+        seconds = []
+        for _ in range(3):
+            began = time.perf_counter()
+            self._first = list(self._rows(examples))
+            seconds.append(time.perf_counter() - began)
+        return sorted(seconds)[1] / count
+
+    def describe(self) -> dict[str, Any]:
+        """The plan as numbers, and whether storing pays against recomputing blocks of rows."""
+        plan, codec = self.propose(DISK_SPEED)
+        each = self.seconds_per_example()
+        n, row_bytes = plan.n_examples, plan.bytes_rows
+        seconds_device = n * each
+        seconds_write = row_bytes / DISK_SPEED
+        # Without a store, blocks of rows that fill half the memory are each multiplied with all earlier blocks.
+        blocks = max(1, math.ceil(row_bytes / (self.memory / 2)))
+        recomputed = (blocks + 1) / 2
+        seconds_stored = max(seconds_device, seconds_write) + row_bytes / (2 * DISK_SPEED)
+        seconds_recomputed = recomputed * seconds_device
+        return {
+            "store": self.out,
+            "examples": n,
+            "outputs": plan.n_outputs,
+            "parameters": plan.n_columns,
+            "leaves": len(self.leaves),
+            "bytes_to_store": row_bytes,
+            "bytes_free": machine.free_disk(self.out) if self.out != "memory://" else self.memory,
+            "bytes_dense": n * plan.n_outputs * plan.n_columns * 4,
+            "units_total": plan.n_units,
+            "unit_size": plan.unit_size,
+            "batch_size": self.device_pass.batch_size if self.device_pass else 0,
+            "output_batch": self.device_pass.output_batch if self.device_pass else 0,
+            "batches": plan.n_units * math.ceil(plan.unit_size / self.device_pass.batch_size if self.device_pass else 1),
+            "files": plan.n_files,
+            "codec": codec,
+            "memory": self.memory,
+            "device_pass_bytes": self.device_pass.bytes_needed if self.device_pass else 0,
+            "expected_seconds_compile": self.seconds_compile,
+            "expected_seconds_device": seconds_device,
+            "expected_seconds_write": seconds_write,
+            "recompute_passes": recomputed,
+            "expected_seconds_recompute": seconds_recomputed,
+            "expected_seconds_store": seconds_stored,
+            "storing_pays": seconds_stored < seconds_recomputed,
+        }
+
+
+def interrupted(left: str) -> Interrupted:
+    """The error that ends a run asked to stop."""
+    return Interrupted(f"interrupted; finished work is kept, {left}: run the same command again to continue")
+
+
+class _Unit:
+    """Rows of one unit on the host, filled batch by batch and slice by slice."""
+
+    def __init__(self, writer: StoreWriter, start: int, last: int, outputs_dtype: str) -> None:
+        self.writer, self.start = writer, start
+        count, k = last - start, writer.store.n_outputs
+        dtype = storage_dtype(writer.dtype)
+        self.rows = {leaf.path: np.empty((count, k, leaf.size), dtype) for leaf in writer.leaves}
+        self.norms = np.empty((count, k, len(writer.leaves)))
+        self.outputs = np.empty((count, k), outputs_dtype)
+        self._hashes: list[Any] = []
+
+    def hash(self, examples: Any) -> None:
+        """Take in the inputs of a batch; the result does not depend on how a unit is cut into batches."""
+        leaves = jax.tree_util.tree_leaves(examples)
+        self._hashes = self._hashes or [hashlib.blake2b(digest_size=16) for _ in leaves]
+        for digest, leaf in zip(self._hashes, leaves, strict=True):
+            digest.update(np.ascontiguousarray(leaf).view(np.uint8).reshape(-1).data)
+
+    def inputs_hash(self) -> str:
+        """Hash of all inputs taken in."""
+        return hashlib.blake2b(b"".join(d.digest() for d in self._hashes), digest_size=16).hexdigest()
+
+    def fill(self, a: int, rows: BatchRows) -> None:
+        """Copy the rows of a batch that begins at example `a`."""
+        at = slice(a - self.start, a - self.start + len(rows.outputs))
+        outputs = slice(rows.first_output, rows.first_output + rows.norms.shape[1])
+        for target, values in zip(self.rows.values(), rows.rows, strict=True):
+            target[at, outputs] = values
+        self.norms[at, outputs] = rows.norms
+        self.outputs[at] = rows.outputs
+
+    def write(self) -> float:
+        """Store the unit; returns the seconds it took."""
+        began = time.perf_counter()
+        shaped = {leaf.path: self.rows[leaf.path].reshape(*self.norms.shape[:2], *leaf.shape) for leaf in self.writer.leaves}
+        facts = {"inputs": self.inputs_hash()}
+        try:
+            self.writer.write_unit(self.start, shaped, outputs=self.outputs, norms=self.norms, facts=facts)
+        except JacstoreError:
+            raise
+        except Exception as error:
+            error.add_note(f"while writing the unit of examples {self.start} to {self.start + len(self.norms) - 1}")
+            raise
+        return time.perf_counter() - began
+
+
+def _hash_inputs(examples: Any) -> str:
+    unit = _Unit.__new__(_Unit)
+    unit._hashes = []
+    unit.hash(examples)
+    return unit.inputs_hash()
+
+
+def _ahead(pool: ThreadPoolExecutor, read: Callable[[Any], Any], batches: list[Any]) -> Iterator[tuple[Any, Any]]:
+    """Pairs of batch and inputs, two reads ahead."""
+    waiting = [(batch, pool.submit(read, batch)) for batch in batches[:READ_AHEAD]]
+    for batch in batches[READ_AHEAD:]:
+        ready, future = waiting.pop(0)
+        waiting.append((batch, pool.submit(read, batch)))
+        yield ready, future.result()
+    for ready, future in waiting:
+        yield ready, future.result()
+
+
+def _restrict(prepared: Prepared, examples: tuple[int, int] | None) -> tuple[Prepared, int]:
+    """The problem of examples A to B, and A."""
+    if examples is None:
+        return prepared, 0
+    first, last = examples
+    if not 0 <= first < last <= prepared.n_examples:
+        raise Refused(
+            f"--examples {first}:{last}: allowed are ranges A:B with 0 <= A < B <= {prepared.n_examples} (examples=)"
+        )
+    read = prepared.read
+    shifted = replace(prepared, n_examples=last - first, read=lambda a, b: read(first + a, first + b))
+    return shifted, first
+
+
+def _fastest_codec(batch: list[BatchRows], disk_speed: float) -> str:
+    """The codec with the least expected time to encode and write: measured on rows of a first batch.
+
+    Float rows seldom compress by more than a tenth, but rows of a ReLU network on sparse images are mostly zeros.
+    """
+    rows = [row[:, 0] for row in batch[0].rows]
+    kept = max(1, 4 * PIECE_BYTES // sum(row[0].nbytes for row in rows))
+    sample = np.ascontiguousarray(np.concatenate([row[:kept] for row in rows], -1)).reshape(-1)
+    pieces = [sample[a : a + PIECE_BYTES // sample.itemsize] for a in range(0, len(sample), PIECE_BYTES // sample.itemsize)]
+    pieces = pieces[:: max(1, len(pieces) // 16)]
+    total = sum(piece.nbytes for piece in pieces)
+    seconds = {"none": 1 / disk_speed}
+    for codec in CODECS[1:]:
+        began = time.perf_counter()
+        encoded = sum(len(compress(piece, codec)) for piece in pieces)
+        encoding = (time.perf_counter() - began) / total / machine.cores()
+        # A gain of less than a tenth is not worth decoding for.
+        seconds[codec] = 1.1 * max(encoding, encoded / total / disk_speed)
+    return min(seconds, key=lambda codec: seconds[codec])
+
+
+def measured_disk_speed(folder: Path) -> float:
+    """Bytes a second of writing and flushing a small file there."""
+    while not folder.is_dir():
+        folder = folder.parent
+    data = np.random.default_rng(0).bytes(32_000_000)
+    began = time.perf_counter()
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return len(data) / (time.perf_counter() - began)

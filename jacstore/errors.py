@@ -1,0 +1,45 @@
+"""In: what went wrong. Out: named exceptions, each one line for the user and an exit code for the command line."""
+
+from __future__ import annotations
+
+
+class JacstoreError(Exception):
+    """Base of every error that jacstore raises on purpose; its text is one line."""
+
+    exit_code = 2
+
+
+class Refused(JacstoreError):
+    """The user must change something: a value, a flag, a file, free space."""
+
+
+class ProbeFailed(Refused):
+    """The function is not a map from (params, one example) to outputs, so it has no per-example Jacobian."""
+
+
+class Mismatch(Refused):
+    """A store or kernel already on disk was made from another request."""
+
+
+class Locked(Refused):
+    """Another live process works on the same units or items."""
+
+
+class Incomplete(Refused):
+    """An input is not finished; the text says how much is missing and which command completes it."""
+
+
+class NonFinite(Refused):
+    """A row holds NaN or infinity."""
+
+
+class Damaged(JacstoreError):
+    """Stored bytes are missing or differ from what was recorded; the text names the unit, leaf or tile."""
+
+    exit_code = 3
+
+
+class Interrupted(JacstoreError):
+    """A signal asked to stop; finished work is kept and the same command continues it."""
+
+    exit_code = 130

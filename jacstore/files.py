@@ -1,0 +1,282 @@
+"""In: names and buffers. Out: durable files below one folder, or the same in memory; every byte read is counted here.
+
+All reading and writing of stored data passes through this module, so that counts are true and faults can be injected:
+tests replace `before_step`, which is called with the name of each protocol step and the file that it is about to touch.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Protocol
+
+from jacstore.errors import Damaged, Refused
+from jacstore.machine import format_size
+
+Buffer = bytes | bytearray | memoryview
+
+
+def _no_step(step: str, name: str) -> None:
+    """Do nothing; the seam for fault injection."""
+
+
+before_step: Callable[[str, str], None] = _no_step
+
+
+class Files(Protocol):
+    """What a store or kernel needs from the place that holds its bytes."""
+
+    bytes_read: int
+
+    def write(self, name: str, buffers: Iterable[Buffer]) -> int: ...
+    def sync_folders(self, names: Iterable[str]) -> None: ...
+    def publish(self, name: str, data: bytes) -> None: ...
+    def read(self, name: str) -> bytes: ...
+    def read_into(self, name: str, spans: Iterable[tuple[int, memoryview]]) -> None: ...
+    def size(self, name: str) -> int | None: ...
+    def names(self, folder: str) -> list[str]: ...
+    def remove(self, name: str) -> None: ...
+
+
+class Folder:
+    """Files below a folder on disk.
+
+    `write` leaves a file complete and flushed, but only a record that is published afterwards makes it count.
+    """
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root)
+        self.bytes_read = 0
+        self._count = threading.Lock()
+
+    def write(self, name: str, buffers: Iterable[Buffer]) -> int:
+        """Write and flush one file from buffers that may be produced while it is written; return its size."""
+        path = self.root / name
+        size = 0
+        before_step("write", name)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            try:
+                for buffer in buffers:
+                    view = memoryview(buffer).cast("B")
+                    size += len(view)
+                    while len(view):
+                        view = view[os.write(descriptor, view) :]
+                before_step("fsync", name)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise _explain(error, path, size) from error
+        return size
+
+    def sync_folders(self, names: Iterable[str]) -> None:
+        """Flush the folders that hold the named files, and the folders above them up to the root."""
+        folders: set[Path] = set()
+        for name in names:
+            folder = (self.root / name).parent
+            while folder not in folders:
+                folders.add(folder)
+                if folder == self.root:
+                    break
+                folder = folder.parent
+        for folder in folders:
+            before_step("fsync folder", str(folder.relative_to(self.root)))
+            _sync_folder(folder)
+
+    def publish(self, name: str, data: bytes) -> None:
+        """Put a small file in place in one step: temporary name, flush, rename, flush the folder."""
+        path = self.root / name
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+        before_step("record", name)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                before_step("fsync record", name)
+                os.fsync(file.fileno())
+            before_step("rename", name)
+            os.replace(temporary, path)
+            before_step("fsync renamed", name)
+            _sync_folder(path.parent)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise _explain(error, path, len(data)) from error
+
+    def read(self, name: str) -> bytes:
+        """Return a whole small file.
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is none.
+        """
+        return (self.root / name).read_bytes()
+
+    def read_into(self, name: str, spans: Iterable[tuple[int, memoryview]]) -> None:
+        """Fill each buffer from its offset of one file, opened once.
+
+        Raises
+        ------
+        Damaged
+            If the file is missing or too short.
+        """
+        try:
+            descriptor = os.open(self.root / name, os.O_RDONLY)
+        except FileNotFoundError:
+            raise Damaged(f"{name} is missing") from None
+        total = 0
+        try:
+            for offset, buffer in spans:
+                view = buffer
+                while len(view):
+                    got = os.preadv(descriptor, [view], offset)
+                    if got == 0:
+                        raise Damaged(f"{name} ends at byte {offset}, before what was recorded")
+                    view, offset, total = view[got:], offset + got, total + got
+        finally:
+            os.close(descriptor)
+            with self._count:
+                self.bytes_read += total
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; None if it is missing."""
+        try:
+            return (self.root / name).stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def names(self, folder: str) -> list[str]:
+        """Names of the files directly below a folder, sorted."""
+        try:
+            return sorted(entry.name for entry in os.scandir(self.root / folder) if entry.is_file())
+        except FileNotFoundError:
+            return []
+
+    def remove(self, name: str) -> None:
+        """Delete a file if it is there."""
+        before_step("remove", name)
+        (self.root / name).unlink(missing_ok=True)
+
+
+class Memory:
+    """The same in RAM; what goes beyond `limit` bytes moves everything to a temporary folder."""
+
+    def __init__(self, limit: int, overflow: str | None = None) -> None:
+        self.limit = limit
+        self.root: Path | None = None
+        self._bytes_read = 0
+        self._held: dict[str, bytes] = {}
+        self._total = 0
+        self._overflow = overflow
+        self._folder: Folder | None = None
+        self._cleanup: tempfile.TemporaryDirectory[str] | None = None
+        self._lock = threading.RLock()
+
+    @property
+    def bytes_read(self) -> int:
+        return self._bytes_read + (self._folder.bytes_read if self._folder else 0)
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether everything is still in RAM."""
+        return self._folder is None
+
+    def write(self, name: str, buffers: Iterable[Buffer]) -> int:
+        before_step("write", name)
+        data = b"".join(buffers)
+        with self._lock:
+            self._total += len(data) - len(self._held.get(name, b""))
+            self._held[name] = data
+            if self._folder is None and self._total > self.limit:
+                self._cleanup = tempfile.TemporaryDirectory(prefix="jacstore-", dir=self._overflow)
+                self._folder = Folder(self._cleanup.name)
+            if self._folder is not None:
+                for held_name in list(self._held):
+                    self._folder.write(held_name, [self._held.pop(held_name)])
+        return len(data)
+
+    def sync_folders(self, names: Iterable[str]) -> None:
+        """Nothing to flush: memory does not outlive the process."""
+
+    def publish(self, name: str, data: bytes) -> None:
+        before_step("record", name)
+        self.write(name, [data])
+
+    def read(self, name: str) -> bytes:
+        with self._lock:
+            if name in self._held:
+                return self._held[name]
+        if self._folder is None:
+            raise FileNotFoundError(name)
+        return self._folder.read(name)
+
+    def read_into(self, name: str, spans: Iterable[tuple[int, memoryview]]) -> None:
+        with self._lock:
+            data = self._held.get(name)
+        if data is None:
+            if self._folder is None:
+                raise Damaged(f"{name} is missing")
+            return self._folder.read_into(name, spans)
+        total = 0
+        for offset, buffer in spans:
+            if offset + len(buffer) > len(data):
+                raise Damaged(f"{name} ends at byte {len(data)}, before what was recorded")
+            buffer[:] = memoryview(data)[offset : offset + len(buffer)]
+            total += len(buffer)
+        with self._lock:
+            self._bytes_read += total
+        return None
+
+    def size(self, name: str) -> int | None:
+        with self._lock:
+            if name in self._held:
+                return len(self._held[name])
+        return self._folder.size(name) if self._folder else None
+
+    def names(self, folder: str) -> list[str]:
+        prefix = folder + "/"
+        with self._lock:
+            held = [n[len(prefix) :] for n in self._held if n.startswith(prefix) and "/" not in n[len(prefix) :]]
+        return sorted(held + (self._folder.names(folder) if self._folder else []))
+
+    def remove(self, name: str) -> None:
+        with self._lock:
+            self._total -= len(self._held.pop(name, b""))
+        if self._folder:
+            self._folder.remove(name)
+
+
+def clear_folder(path: Path) -> None:
+    """Delete a folder and all below it, first putting it out of sight in one step."""
+    doomed = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.deleted")
+    os.rename(path, doomed)
+    shutil.rmtree(doomed)
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _explain(error: OSError, path: Path, size: int) -> Exception:
+    """The refusal for a failure that the user can mend; other errors as they are."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return Refused(
+            f"disk full while writing {path} ({format_size(size)} of it written); finished work is kept: "
+            "free some space and run the same command again"
+        )
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return Refused(f"{path} cannot be written ({error.strerror}); give a folder that you may write to (--out, out=)")
+    return error

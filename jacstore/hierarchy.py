@@ -1,0 +1,146 @@
+"""In: array layouts and attributes. Out: a Zarr v3 group on disk whose root metadata, written last, makes it exist."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import zarr
+from zarr.codecs import BloscCodec, Crc32cCodec
+
+from jacstore.errors import Refused
+from jacstore.files import Files, Folder, Memory, clear_folder
+from jacstore.ledger import FOLDER, FORMAT_VERSION, Lock, read_json
+from jacstore.pieces import BLOSC_LEVELS, ArrayLayout
+from jacstore.progress import Listener
+
+ROOT = "zarr.json"
+KINDS = ("store", "kernel")
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides the numbers and the bytes."""
+    found = {"python": platform.python_version()}
+    for package in ("jacstore", "numpy", "jax", "zarr", "numcodecs", "dask"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def create(files: Files, layouts: Sequence[ArrayLayout], attributes: dict[str, Any], groups: Sequence[str] = ()) -> None:
+    """Make the arrays, then the root group with its attributes. In RAM only the attributes are kept."""
+    attributes = {"format_version": FORMAT_VERSION, **attributes}
+    if isinstance(files, Folder):
+        for layout in layouts:
+            _create_array(files.root, layout)
+        for group in groups:
+            zarr.create_group(files.root / group, zarr_format=3, overwrite=True)
+        _flush_metadata(files.root)
+        # Zarr writes the root's metadata by rename, so a reader sees all of it or none.
+        zarr.create_group(files.root, zarr_format=3, attributes=attributes)
+        _flush_metadata(files.root)
+    else:
+        files.publish(ROOT, json.dumps({"attributes": attributes}).encode())
+
+
+def _create_array(root: Path, layout: ArrayLayout) -> None:
+    compressors: list[Any] = []
+    if layout.codec != "none":
+        compressors.append(BloscCodec(cname=layout.codec, clevel=BLOSC_LEVELS[layout.codec], shuffle="bitshuffle"))
+    file_shape = tuple(p * n for p, n in zip(layout.piece, layout.per_file, strict=True))
+    zarr.create_array(
+        root / layout.name,
+        shape=layout.shape,
+        chunks=layout.piece,
+        shards=file_shape if layout.sharded else None,
+        dtype=layout.dtype,
+        fill_value=layout.fill,
+        compressors=[*compressors, Crc32cCodec()],
+        filters=None,
+        dimension_names=layout.dimensions,
+        zarr_format=3,
+        overwrite=True,
+    )
+
+
+def _flush_metadata(root: Path) -> None:
+    for path in [*root.rglob(ROOT), root]:
+        for target in (path, path.parent):
+            descriptor = os.open(target, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
+def read_attributes(files: Files, where: str) -> dict[str, Any]:
+    """Attributes of a store or kernel.
+
+    Raises
+    ------
+    Refused
+        If there is nothing, if it is not ours, or if a newer version wrote it.
+    """
+    if files.size(ROOT) is None:
+        raise Refused(f"{where}: no jacstore store or kernel here (no {ROOT}); check the path")
+    attributes = read_json(files, ROOT).get("attributes")
+    if not isinstance(attributes, dict) or attributes.get("kind") not in KINDS:
+        raise Refused(f"{where}: a Zarr group, but not a store or kernel of jacstore; check the path")
+    found = attributes.get("format_version")
+    if not isinstance(found, int) or found > FORMAT_VERSION:
+        raise Refused(f"{where}: format version {found}, this jacstore reads up to {FORMAT_VERSION}; upgrade jacstore")
+    return attributes
+
+
+def place(out: str | Path | None, memory: int) -> Files:
+    """Where a store or kernel lives: a folder, or RAM for None and `memory://`."""
+    return Memory(memory) if out is None or str(out) == "memory://" else Folder(out)
+
+
+@contextlib.contextmanager
+def creating(files: Files, where: str, known: Sequence[str], overwrite: bool, listener: Listener) -> Iterator[None]:
+    """Hold the right to create: one process at a time examines, clears or makes the root.
+
+    Raises
+    ------
+    Refused
+        If the folder holds anything that jacstore did not make.
+    """
+    if not isinstance(files, Folder):
+        yield
+        return
+    try:
+        if overwrite and files.root.exists():
+            _clear(files, where, known, listener)
+        _refuse_foreign(files, where, known)
+        (files.root / FOLDER).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Refused(f"{where} cannot be written ({error.strerror}); give another folder (--out, out=)") from error
+    with open(files.root / FOLDER / ".creating", "a") as guard:
+        fcntl.flock(guard, fcntl.LOCK_EX)
+        yield
+
+
+def _refuse_foreign(files: Folder, where: str, known: Sequence[str]) -> None:
+    if files.root.is_dir():
+        foreign = sorted({entry.name for entry in os.scandir(files.root)} - {*known, FOLDER, ROOT})
+        if foreign:
+            raise Refused(f"{where} holds {foreign[0]!r}, which is not jacstore's; give another folder (--out, out=)")
+    elif files.root.exists():
+        raise Refused(f"{where} is a file; give a folder that is new or empty (--out, out=)")
+
+
+def _clear(files: Folder, where: str, known: Sequence[str], listener: Listener) -> None:
+    """Delete what `--overwrite` replaces, unless somebody alive works on it."""
+    _refuse_foreign(files, where, known)
+    if files.size(ROOT) is not None:
+        read_attributes(files, where)
+    with Lock(files, 0, 10**7 - 1, listener):
+        clear_folder(files.root)

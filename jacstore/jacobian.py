@@ -1,0 +1,192 @@
+"""In: a prepared problem. Out: the compiled device pass, which turns a batch of examples into rows, norms and outputs.
+
+Rows of one example are `vjp` of its outputs applied to unit cotangents, K of them by `vmap`, in slices when K rows of a
+batch are too large. Examples are a second `vmap`, so nothing couples them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jacstore.errors import Refused
+from jacstore.machine import format_size
+from jacstore.problem import Prepared, precision_context
+
+# Norms are summed on the device over this many squares in float32 and from there on in float64 on the host.
+NORM_RUN = 64
+LARGEST_BATCH = 256
+# On a CPU a batch whose rows leave the cache far behind gains nothing and delays the first write.
+BATCH_BYTES = 256_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchRows:
+    """Rows of one batch and one slice of outputs, on the host.
+
+    `rows` holds for each leaf `(n, k, size)` in the stored type, `norms` `(n, k, L)` in float64, `outputs` `(n, K)`.
+    """
+
+    first_output: int
+    rows: list[np.ndarray]
+    norms: np.ndarray
+    outputs: np.ndarray
+
+
+def device() -> Any:
+    """The device that JAX computes on.
+
+    Raises
+    ------
+    Refused
+        If the platform that was asked for is not there.
+    """
+    try:
+        return jax.devices()[0]
+    except (RuntimeError, AssertionError) as error:
+        reason = " ".join(str(error).split()) or "its plug-in did not start"
+        raise Refused(
+            f"JAX_PLATFORMS={jax.config.jax_platforms}: no such device here ({reason}); install jaxlib for it "
+            '(pip install "jacstore[cuda]") or set JAX_PLATFORMS=cpu'
+        ) from error
+
+
+def device_budget(given: int | None, memory: int) -> int:
+    """Bytes a pass may take: on a CPU a quarter of the host budget, elsewhere three quarters of the device."""
+    where = device()
+    if given is not None:
+        return given
+    if where.platform == "cpu":
+        return memory // 4
+    stats = where.memory_stats() or {}
+    return int(stats.get("bytes_limit", 4 * memory) * 3 // 4)
+
+
+class DevicePass:
+    """A compiled pass with a static batch shape.
+
+    Attributes
+    ----------
+    batch_size, output_batch
+        Examples a batch, outputs a slice.
+    bytes_needed
+        Argument, temporary and output bytes of the compiled program.
+    seconds_compile
+        Tracing and compiling, apart from everything else.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        *,
+        stored_dtype: str,
+        budget: int,
+        unit_size: int,
+        batch_size: int | None = None,
+        output_batch: int | None = None,
+    ) -> None:
+        self.prepared = prepared
+        self.stored_dtype = jnp.dtype(stored_dtype)
+        self.float64 = stored_dtype == "float64"
+        self.output_batch = min(output_batch or self._slice_that_fits(budget), prepared.n_outputs)
+        self.batch_size = min(batch_size or self._batch_that_fits(budget), unit_size)
+        started = time.perf_counter()
+        self._compile()
+        while self.bytes_needed > budget:
+            if batch_size is not None or self.batch_size == 1:
+                raise Refused(
+                    f"a batch of {self.batch_size} example(s) and {self.output_batch} output(s) needs "
+                    f"{format_size(self.bytes_needed)}, {format_size(budget)} are given for a device pass; give a "
+                    "smaller --batch-size (batch_size=) or --output-batch (output_batch=), or more --memory (memory=, "
+                    "on a CPU a quarter of it is for this) or --device-memory (device_memory=)"
+                )
+            self.batch_size = max(1, min(self.batch_size // 2, self.batch_size * budget // self.bytes_needed))
+            self._compile()
+        self.seconds_compile = time.perf_counter() - started
+
+    @property
+    def _row_bytes(self) -> int:
+        """Bytes of one row as computed and as stored, and its gradient's working copy."""
+        size = sum(math.prod(leaf.shape) for leaf in self.prepared.leaves)
+        return size * (8 if self.float64 else 4) * 2
+
+    def _slice_that_fits(self, budget: int) -> int:
+        return max(1, budget // (2 * self._row_bytes))
+
+    def _batch_that_fits(self, budget: int) -> int:
+        fits = min(budget // 2, BATCH_BYTES) // (self.output_batch * self._row_bytes)
+        return max(1, min(fits, LARGEST_BATCH, self.prepared.n_examples))
+
+    def _compile(self) -> None:
+        with precision_context(self.float64):
+            arguments = (self.prepared.selected, self.prepared.rest, self._padded(self.prepared.read(0, 1)), 0)
+            # Parameters go to the device once, not with every batch.
+            self._parameters = jax.device_put(arguments[:2])
+            self._program = jax.jit(self._batch).lower(*self._parameters, *arguments[2:]).compile()
+        analysis = self._program.memory_analysis()
+        self.bytes_needed = 0
+        if analysis is not None:
+            self.bytes_needed = int(
+                analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + analysis.output_size_in_bytes
+            )
+
+    def _batch(self, selected: list[Any], rest: list[Any], examples: Any, first: Any) -> tuple[Any, Any, Any]:
+        outputs, rows = jax.vmap(lambda example: self._example(selected, rest, example, first))(examples)
+        flat = [row.reshape(*row.shape[:2], -1) for row in rows]
+        norms = [_partial_squares(row) for row in flat]
+        return outputs, [row.astype(self.stored_dtype) for row in flat], norms
+
+    def _example(self, selected: list[Any], rest: list[Any], example: Any, first: Any) -> tuple[Any, Any]:
+        """Outputs `(K,)` and rows of outputs `first` to `first + output_batch` of one example."""
+        outputs, pullback = jax.vjp(lambda leaves: self.prepared.function(leaves, rest, example), selected)
+        if self.prepared.n_outputs == 1:
+            return outputs, [row[None] for row in pullback(jnp.ones_like(outputs))[0]]
+        wanted = first + jnp.arange(self.output_batch)
+        # Cotangents beyond the last output are zero; their rows are dropped on the host.
+        cotangents = (wanted[:, None] == jnp.arange(self.prepared.n_outputs)).astype(outputs.dtype)
+        return outputs, jax.vmap(lambda cotangent: pullback(cotangent)[0])(cotangents)
+
+    def _padded(self, examples: Any) -> Any:
+        """Fill a batch up with copies of its last example."""
+
+        def pad(leaf: Any) -> np.ndarray:
+            array = np.asarray(leaf)
+            missing = self.batch_size - len(array)
+            return np.concatenate([array, np.repeat(array[-1:], missing, axis=0)]) if missing > 0 else array
+
+        return jax.tree_util.tree_map(pad, examples)
+
+    def dispatch(self, examples: Any) -> Iterator[tuple[int, Any]]:
+        """Start the pass for a batch; yields device values for each slice of outputs without waiting for them."""
+        padded = self._padded(examples)
+        for first in range(0, self.prepared.n_outputs, self.output_batch):
+            with precision_context(self.float64):
+                yield first, self._program(*self._parameters, padded, first)
+
+    def fetch(self, first: int, values: Any, count: int) -> BatchRows:
+        """Wait for the values of one dispatch and bring those of the first `count` examples to the host."""
+        outputs, rows, partial = values
+        kept = min(self.output_batch, self.prepared.n_outputs - first)
+        host = [np.asarray(row)[:count, :kept] for row in rows]
+        if self.stored_dtype == jnp.bfloat16:
+            host = [row.view(np.uint16) for row in host]
+        norms = [np.asarray(p)[:count, :kept].sum(-1, dtype=np.float64) for p in partial]
+        return BatchRows(first_output=first, rows=host, norms=np.stack(norms, -1), outputs=np.asarray(outputs)[:count])
+
+
+def _partial_squares(rows: Any) -> Any:
+    """Sums of squares of `(B, S, size)` over runs of `NORM_RUN`, at least in float32: 16-bit squares overflow."""
+    wide = rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
+    size = rows.shape[-1]
+    runs = size // NORM_RUN
+    # Reducing over the middle axis keeps neighbouring numbers in one vector register.
+    whole = jnp.square(wide[..., : runs * NORM_RUN]).reshape(*rows.shape[:2], NORM_RUN, runs).sum(-2)
+    rest = jnp.square(wide[..., runs * NORM_RUN :]).sum(-1, keepdims=True)
+    return jnp.concatenate([whole, rest], -1)

@@ -1,0 +1,176 @@
+"""In: pieces of an array. Out: the bytes of Zarr v3 chunk and shard files, with the checksum of every piece, and back.
+
+Why not through a Zarr library: each piece must be checked against the ledger before its bytes are trusted, a slab must
+be read straight into the caller's buffer, and every byte read must be counted. The files are plain Zarr v3 all the same:
+codecs `bytes`, `blosc` where asked for, and `crc32c`; shards end with the index that `sharding_indexed` defines. The
+tests read them with zarr-python.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from crc32c import crc32c
+from numcodecs.blosc import Blosc
+
+from jacstore.errors import Damaged
+
+CODECS = ("none", "lz4", "zstd")
+BLOSC_LEVELS = {"lz4": 5, "zstd": 1}
+CHECKSUM_BYTES = 4
+BLOSC_LIMIT = 2_147_483_631
+# bfloat16 is stored as uint16; this is its NaN.
+FILL = {"uint16": 0x7FC0}
+_ABSENT = 2**64 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrayLayout:
+    """One Zarr array: `shape`, the shape of a `piece` (chunk, or inner chunk of a shard) and pieces per file.
+
+    `per_file` counts pieces along each axis that share a file; all ones means plain chunks. `fill` is what a missing
+    piece reads as: NaN.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    piece: tuple[int, ...]
+    per_file: tuple[int, ...]
+    dtype: str
+    codec: str
+    dimensions: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, given: dict[str, Any]) -> ArrayLayout:
+        """From JSON."""
+        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
+
+    @property
+    def itemsize(self) -> int:
+        return np.dtype(self.dtype).itemsize
+
+    @property
+    def sharded(self) -> bool:
+        return any(n > 1 for n in self.per_file)
+
+    @property
+    def fill(self) -> float | int:
+        return FILL.get(self.dtype, math.nan)
+
+    @property
+    def piece_bytes(self) -> int:
+        return math.prod(self.piece) * self.itemsize
+
+    def files_along(self, axis: int) -> int:
+        """How many files the array has along an axis."""
+        return -(-self.shape[axis] // (self.piece[axis] * self.per_file[axis]))
+
+    def file_name(self, at: tuple[int, ...]) -> str:
+        """The file at a grid position, with Zarr's default chunk key."""
+        return "/".join([self.name, "c", *map(str, at)])
+
+    def pieces_of(self, at: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
+        """The region of each piece of a file in index order; regions beyond the array are empty."""
+        starts = [
+            [(i * n + m) * p for m in range(n)] for i, n, p in zip(at, self.per_file, self.piece, strict=True)
+        ]
+        for corner in itertools.product(*starts):
+            yield tuple(
+                slice(min(a, size), min(a + p, size)) for a, p, size in zip(corner, self.piece, self.shape, strict=True)
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRecord:
+    """What a file must hold: for each piece its offset, encoded size without checksum, and crc32c (size 0: absent)."""
+
+    size: int
+    pieces: tuple[tuple[int, int, int], ...]
+
+    def to_list(self) -> list[Any]:
+        """As compact JSON: size, then size and checksum of each piece; offsets follow from the sizes."""
+        return [self.size, [number for _, size, checksum in self.pieces for number in (size, checksum)]]
+
+    @classmethod
+    def from_list(cls, given: list[Any]) -> FileRecord:
+        """From compact JSON."""
+        pieces, offset = [], 0
+        for size, checksum in zip(given[1][0::2], given[1][1::2], strict=True):
+            pieces.append((offset, size, checksum))
+            offset += size + CHECKSUM_BYTES if size else 0
+        return cls(size=given[0], pieces=tuple(pieces))
+
+
+class FileEncoder:
+    """Turns the pieces of one file into its bytes, one at a time, and keeps what the record needs."""
+
+    def __init__(self, layout: ArrayLayout) -> None:
+        self.layout = layout
+        self._pieces: list[tuple[int, int, int]] = []
+        self._offset = 0
+
+    def encode(self, piece: np.ndarray | None) -> list[bytes | memoryview]:
+        """Bytes of the next piece, padded to full shape and contiguous; None where a region lies beyond the array."""
+        if piece is None:
+            self._pieces.append((self._offset, 0, 0))
+            return []
+        body = compress(piece, self.layout.codec)
+        checksum = crc32c(body)
+        self._pieces.append((self._offset, len(body), checksum))
+        self._offset += len(body) + CHECKSUM_BYTES
+        return [body, checksum.to_bytes(CHECKSUM_BYTES, "little")]
+
+    def close(self) -> list[bytes]:
+        """Bytes that end the file: the shard index."""
+        if not self.layout.sharded:
+            return []
+        index = np.full((len(self._pieces), 2), _ABSENT, "<u8")
+        for entry, (offset, size, _) in zip(index, self._pieces, strict=True):
+            if size:
+                entry[:] = offset, size + CHECKSUM_BYTES
+        body = index.tobytes()
+        self._offset += len(body) + CHECKSUM_BYTES
+        return [body, crc32c(body).to_bytes(CHECKSUM_BYTES, "little")]
+
+    def record(self) -> FileRecord:
+        """What was encoded; call after `close`."""
+        return FileRecord(size=self._offset, pieces=tuple(self._pieces))
+
+
+def compress(piece: np.ndarray, codec: str) -> bytes | memoryview:
+    """Encoded body of a contiguous piece, without checksum."""
+    if codec == "none":
+        return memoryview(piece.reshape(-1).view(np.uint8))
+    return _blosc(codec).encode(piece.reshape(-1))
+
+
+def decode(body: memoryview, record: tuple[int, int, int], out: np.ndarray, layout: ArrayLayout, name: str) -> None:
+    """Check one encoded piece against its record and decode it into `out`, contiguous and of full piece shape.
+
+    Raises
+    ------
+    Damaged
+        If the bytes are not those that were recorded.
+    """
+    if crc32c(body) != record[2]:
+        raise Damaged(f"{name}: bytes {record[0]} to {record[0] + record[1]} differ from the recorded checksum")
+    flat = out.reshape(-1).view(np.uint8)
+    if layout.codec == "none":
+        if body.obj is not out:
+            flat[:] = np.frombuffer(body, np.uint8)
+        return
+    _blosc(layout.codec).decode(body, flat)
+
+
+def _blosc(codec: str) -> Blosc:
+    # Bit shuffle was best for float rows, see the README.
+    return Blosc(cname=codec, clevel=BLOSC_LEVELS[codec], shuffle=Blosc.BITSHUFFLE)

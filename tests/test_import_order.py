@@ -1,0 +1,189 @@
+"""The direction of the data flow: a module imports only from lower floors, and reading a store needs no JAX."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "jacstore"
+
+FLOORS = {
+    1: ("errors", "progress", "machine", "files"),
+    2: ("problem", "target", "terms", "plan", "ledger", "pieces"),
+    3: ("trace", "engine", "engine_xla", "hierarchy", "store", "kernel"),
+    4: ("jacobian", "assembly", "operators", "solve"),
+    5: ("builder", "verification", "posterior"),
+    6: ("cli",),
+}
+FLOOR = {module: floor for floor, modules in FLOORS.items() for module in modules}
+
+# (importer, imported) on one floor.
+NEIGHBOURS = {
+    ("engine_xla", "engine"),
+    ("files", "errors"),
+    ("files", "machine"),
+    ("kernel", "hierarchy"),
+    ("machine", "errors"),
+    ("store", "hierarchy"),
+    ("target", "problem"),
+}
+
+# (importer, imported) where an import inside a function chooses an optional engine.
+CHOICES = {
+    ("assembly", "jacstore.engine_xla"),
+}
+
+# `jacstore/__init__.py` is lazy and stands above all floors; `testing.py` may import anything and nothing imports it.
+LATE_ANYWHERE = {"__init__", "cli", "testing"}
+FREE = {"__init__", "testing"}
+WITHOUT_JAX = ("assembly", "engine", "hierarchy", "kernel", "ledger", "pieces", "plan", "store", "terms")
+PLAN_MAY = {"__future__", "collections.abc", "dataclasses", "jacstore.errors", "math", "typing"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Import:
+    """One imported module, by its full name, and where the statement stands."""
+
+    name: str
+    line: int
+    late: bool
+
+
+def modules() -> list[str]:
+    """Return the names of the package's modules that exist, `sub.module` for one in a folder."""
+    return sorted(".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in PACKAGE.rglob("*.py"))
+
+
+def imports(source: str) -> list[Import]:
+    """Return every import of a module's source, those inside functions marked `late`."""
+    found: list[Import] = []
+
+    def visit(node: ast.AST, late: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            names: list[str] = []
+            if isinstance(child, ast.Import):
+                names = [alias.name for alias in child.names]
+            elif isinstance(child, ast.ImportFrom):
+                names = origins(child)
+            found.extend(Import(name=name, line=child.lineno, late=late) for name in names)
+            inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            visit(child, late or inside)
+
+    visit(ast.parse(source), False)
+    return found
+
+
+def origins(node: ast.ImportFrom) -> list[str]:
+    """Return the modules that a `from` statement imports: `from jacstore import plan` is `jacstore.plan`."""
+    base = node.module or ""
+    if node.level:
+        base = f"jacstore.{base}".rstrip(".")
+    return [f"jacstore.{alias.name}" for alias in node.names] if base == "jacstore" else [base]
+
+
+def of(module: str) -> list[Import]:
+    """Return the imports of one module of the package, none where it does not exist."""
+    path = PACKAGE / f"{module.replace('.', '/')}.py"
+    return imports(path.read_text(encoding="utf-8")) if path.exists() else []
+
+
+def inner(name: str) -> str | None:
+    """Return the module inside the package that a full name means; an empty text is the package itself."""
+    return name.removeprefix("jacstore").removeprefix(".") if name.partition(".")[0] == "jacstore" else None
+
+
+def breaks_floors(module: str, found: Import) -> bool:
+    """Say whether an import goes to the same or a higher floor without leave."""
+    target = inner(found.name)
+    if target is None or (module, target) in NEIGHBOURS:
+        return False
+    return FLOOR.get(target, 99) >= FLOOR[module]
+
+
+def place(module: str, found: Import) -> str:
+    return f"jacstore/{module.replace('.', '/')}.py:{found.line} imports {found.name}"
+
+
+def test_every_module_has_a_floor() -> None:
+    assert [module for module in modules() if module not in FLOOR and module not in FREE] == []
+
+
+@pytest.mark.parametrize("module", [module for module in modules() if module in FLOOR])
+def test_a_module_imports_only_from_lower_floors(module: str) -> None:
+    assert [place(module, found) for found in of(module) if breaks_floors(module, found)] == []
+
+
+@pytest.mark.parametrize("module", [module for module in modules() if module not in LATE_ANYWHERE])
+def test_imports_stand_inside_functions_only_where_an_optional_engine_is_chosen(module: str) -> None:
+    late = [found for found in of(module) if found.late and (module, found.name) not in CHOICES]
+    assert [place(module, found) for found in late] == []
+
+
+@pytest.mark.parametrize("module", WITHOUT_JAX)
+def test_what_only_reads_a_store_never_imports_jax(module: str) -> None:
+    assert [place(module, found) for found in of(module) if found.name.partition(".")[0] in {"jax", "jaxlib"}] == []
+
+
+def test_assembling_a_kernel_never_needs_the_problem() -> None:
+    assert [place("assembly", found) for found in of("assembly") if inner(found.name) in {"problem", "target"}] == []
+
+
+def test_the_plan_is_arithmetic_alone() -> None:
+    assert [place("plan", found) for found in of("plan") if found.name not in PLAN_MAY] == []
+
+
+def test_nothing_imports_the_testing_module() -> None:
+    users = [place(module, found) for module in modules() for found in of(module) if inner(found.name) == "testing"]
+    assert users == []
+
+
+@pytest.mark.parametrize(
+    ("statement", "name"),
+    [
+        ("from jacstore import assembly", "jacstore.assembly"),
+        ("from jacstore.assembly import run", "jacstore.assembly"),
+        ("import jacstore.assembly as a", "jacstore.assembly"),
+        ("from .assembly import run", "jacstore.assembly"),
+        ("from . import assembly", "jacstore.assembly"),
+        ("def f():\n    import jacstore.assembly", "jacstore.assembly"),
+        ("if True:\n    from jacstore import assembly", "jacstore.assembly"),
+        ("from jacstore import build", "jacstore.build"),
+        ("import jacstore", "jacstore"),
+    ],
+)
+def test_every_spelling_of_an_upward_import_is_seen(statement: str, name: str) -> None:
+    (found,) = imports(statement)
+    assert found.name == name
+    assert found.late == statement.startswith("def")
+    assert breaks_floors("store", found)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "import jacstore",
+        "import jacstore; dir(jacstore)",
+        "import jacstore.cli; jacstore.cli.main(['--help'])",
+        "import jacstore.cli; jacstore.cli.main(['build', '--help'])",
+        "import jacstore.cli; jacstore.cli.main(['gram', '--help'])",
+    ],
+)
+def test_importing_the_package_and_asking_for_help_load_no_heavy_library(script: str) -> None:
+    heavy = ("jax", "zarr", "dask", "numpy", "scipy")
+    code = f"""
+import json, sys
+try:
+    exec({script!r})
+except SystemExit as stop:
+    assert not stop.code, stop.code
+print("\\n" + json.dumps([name for name in {heavy!r} if name in sys.modules]))
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=PACKAGE.parent)
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout.splitlines()[-1]) == []
