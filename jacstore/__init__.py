@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jacstore.assembly import gram, lazy_kernel
-    from jacstore.builder import build
+    from jacstore.assembly import open_path as open
+    from jacstore.builder import build, ntk
     from jacstore.errors import JacstoreError
     from jacstore.kernel import Kernel
-    from jacstore.memory import ntk
     from jacstore.problem import Problem
     from jacstore.store import JacobianStore, StoreWriter
+    from jacstore.target import load_target
 
 __version__ = "0.1.0"
 
@@ -28,11 +29,12 @@ _HOMES = {
     "JacstoreError": "errors",
     "load_target": "target",
     "ntk": "builder",
-    "open": "assembly",
+    "open": "assembly.open_path",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'jacstore' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"jacstore.{_HOMES[name]}"), name)
+    module, _, attribute = _HOMES[name].partition(".")
+    return getattr(importlib.import_module(f"jacstore.{module}"), attribute or name)

@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from jacstore import hierarchy, machine
+from jacstore.assembly import gram
 from jacstore.errors import Interrupted, JacstoreError, Mismatch, Refused
 from jacstore.files import Folder
 from jacstore.jacobian import BatchRows, DevicePass, device, device_budget
@@ -202,18 +203,8 @@ class _Options:
                 raise Refused(f"--{name.replace('_', '-')} {number}: must be an integer of at least 1 ({name}=)")
         self.dtype, self.layout, self.codec = dtype, layout, codec
         self.batch_size, self.output_batch, self.unit_size = batch_size, output_batch, unit_size
-        self.examples = _pair(examples, ":", "--examples", "A:B")
-        self.part = _pair(part, "/", "--part", "I/N") or (1, 1)
-
-
-def _pair(given: tuple[int, int] | str | None, separator: str, flag: str, form: str) -> tuple[int, int] | None:
-    if given is None:
-        return None
-    try:
-        first, second = (int(x) for x in (given.split(separator) if isinstance(given, str) else given))
-    except (ValueError, TypeError):
-        raise Refused(f"{flag} {given}: allowed is {form} with two integers ({flag.lstrip('-')}=)") from None
-    return first, second
+        self.examples = hierarchy.parse_pair(examples, ":", "--examples", "A:B")
+        self.part = hierarchy.parse_part(part)
 
 
 class _Job:
@@ -416,6 +407,45 @@ class _Job:
             "expected_seconds_store": seconds_stored,
             "storing_pays": seconds_stored < seconds_recomputed,
         }
+
+
+def ntk(
+    apply: Callable[[Any, Any], Any],
+    params: Any,
+    inputs: Any,
+    other: Any = None,
+    *,
+    mode: str = "full",
+    dtype: str = "float32",
+    memory: int | str | None = None,
+    **problem: Any,
+) -> np.ndarray:
+    """The empirical neural tangent kernel in memory, without files: for small data.
+
+    Parameters
+    ----------
+    apply, params, inputs
+        As for `Problem`; further keywords go there too.
+    other
+        Inputs of the columns; `inputs` if not given.
+    mode
+        full `(N*K, M*K)`, trace `(N, M)` (the sum over outputs, not the mean), diagonal `(K, N, M)` or blocks `(N, K, K)`.
+    dtype
+        As for `build`.
+
+    Returns
+    -------
+    numpy.ndarray
+        float64.
+    """
+    stores = [
+        build(Problem(apply=apply, params=params, inputs=x, **problem), None, dtype=dtype, memory=memory)
+        for x in (inputs, other)
+        if x is not None
+    ]
+    return gram(stores[0], stores[1] if other is not None else None, mode=mode, memory=memory).array.compute(
+        scheduler="synchronous"
+    )
 
 
 def interrupted(left: str) -> Interrupted:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -144,3 +145,27 @@ def _clear(files: Folder, where: str, known: Sequence[str], listener: Listener) 
         read_attributes(files, where)
     with Lock(files, 0, 10**7 - 1, listener):
         clear_folder(files.root)
+
+
+def short_hash(value: Any) -> str:
+    """A hash of a JSON value, 128 bits: enough against accidents."""
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def parse_pair(given: tuple[int, int] | str | None, separator: str, flag: str, form: str) -> tuple[int, int] | None:
+    """Two integers from `A:B`, `I/N` or a pair."""
+    if given is None:
+        return None
+    try:
+        first, second = (int(x) for x in (given.split(separator) if isinstance(given, str) else given))
+    except (ValueError, TypeError):
+        raise Refused(f"{flag} {given}: allowed is {form} with two integers ({flag.lstrip('-')}=)") from None
+    return first, second
+
+
+def parse_part(given: tuple[int, int] | str | None) -> tuple[int, int]:
+    """Part I of N, counted from 1."""
+    number, parts = parse_pair(given, "/", "--part", "I/N") or (1, 1)
+    if not 1 <= number <= parts:
+        raise Refused(f"--part {number}/{parts}: allowed are 1/{max(parts, 1)} to {max(parts, 1)}/{max(parts, 1)} (part=)")
+    return number, parts

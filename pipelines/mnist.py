@@ -68,8 +68,8 @@ def problem() -> jacstore.Problem:
 
 
 def settings_for(net: str, examples: int, small: bool = False) -> common.Settings:
-    """Return what decides the training: about 5,000 steps, at least two and at most 40 epochs."""
-    epochs = 1 if small else max(2, min(40, 160_000 // max(examples, 1)))
+    """Return what decides the training: about 3,000 steps, at least two and at most 100 epochs."""
+    epochs = 1 if small else max(2, min(100, 96_000 // max(examples, 1)))
     return common.Settings(data="mnist", net=net, examples=examples, epochs=epochs, rate=1e-3)
 
 

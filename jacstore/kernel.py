@@ -1,0 +1,277 @@
+"""In: finished tiles. Out: a kernel on disk or in RAM, opened as a lazy Dask array, every tile checked when read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import quote
+
+import dask.array as da
+import numpy as np
+
+from jacstore import hierarchy
+from jacstore.errors import Damaged, Incomplete, Refused
+from jacstore.files import Files, Folder
+from jacstore.ledger import Ledger
+from jacstore.pieces import ArrayLayout, FileEncoder, FileRecord, decode
+from jacstore.plan import GramPlan, block_shape
+
+DIMENSIONS = {
+    "full": ("row", "column"),
+    "trace": ("example", "other_example"),
+    "diagonal": ("output", "example", "other_example"),
+    "blocks": ("example", "output", "other_output"),
+}
+WHOLE, LEAVES = "kernel", "leaves"
+
+
+def array_names(leaves: Sequence[str]) -> list[str]:
+    """Array of each leaf's kernel, or the one array of the whole kernel where leaves are not kept apart."""
+    if not leaves:
+        return [WHOLE]
+    # A path is one name: its slashes are encoded, and so is a dot that could climb out of the folder.
+    quoted = [quote(path, safe="") for path in leaves]
+    return [f"{LEAVES}/{'%2E' + name[1:] if name.startswith('.') else name}" for name in quoted]
+
+
+def layouts(plan: GramPlan, leaves: Sequence[str], dtype: str) -> list[ArrayLayout]:
+    """Zarr arrays of a kernel; a chunk is a tile."""
+    n, m = plan.rows.n_examples, plan.cols.n_examples
+    shape = block_shape(plan.mode, n, m, plan.n_outputs)
+    piece = block_shape(plan.mode, min(plan.tile, n), min(plan.tile, m), plan.n_outputs)
+    return [
+        ArrayLayout(
+            name=name,
+            shape=shape,
+            piece=piece,
+            per_file=(1,) * len(shape),
+            dtype=dtype,
+            codec="none",
+            dimensions=DIMENSIONS[plan.mode],
+        )
+        for name in array_names(leaves)
+    ]
+
+
+class Kernel:
+    """A kernel opened for reading.
+
+    Attributes
+    ----------
+    mode
+        full `(N*K, M*K)`, trace `(N, M)` (the sum over outputs), diagonal `(K, N, M)` or blocks `(N, K, K)`.
+    report
+        Counts and seconds of the gram that returned this kernel; empty if it was opened.
+    """
+
+    def __init__(self, files: Files, where: str) -> None:
+        self.files = files
+        self.path = where
+        self.report: dict[str, Any] = {}
+        attributes = hierarchy.read_attributes(files, where)
+        if attributes["kind"] != "kernel":
+            raise Refused(f"{where} is a {attributes['kind']}, not a kernel; give the path of a kernel")
+        try:
+            self.requested: dict[str, Any] = attributes["fingerprint"]
+            self.resolved: dict[str, Any] = attributes["resolved"]
+            self.versions: dict[str, str] = attributes["versions"]
+            self.stores: list[str] = attributes["stores"]
+            self.plan = GramPlan.from_dict(self.resolved["plan"])
+            self.mode: str = self.plan.mode
+            self.dtype = np.dtype(self.requested["dtype"])
+            self.triangle = bool(self.requested["triangle"])
+            self.leaves: list[str] = list(self.resolved["leaves"])
+            self.layouts = layouts(self.plan, self.leaves, self.dtype.name)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise Damaged(f"{where}: its attributes are damaged ({type(error).__name__}: {error})") from error
+        self.ledger = Ledger(files)
+        self._tiles: dict[str, FileRecord] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if not isinstance(self.files, Folder):
+            raise Refused(
+                "a kernel in RAM cannot go to other processes; assemble it on disk (--out, out=) or use "
+                "--scheduler threads (scheduler=)"
+            )
+        return (open_kernel, (self.path,))
+
+    def __repr__(self) -> str:
+        state = "complete" if self.complete else "incomplete"
+        return f"<Kernel {self.path}: {self.mode} {self.shape}, {self.dtype}, {state}>"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.layouts[0].shape
+
+    @property
+    def complete(self) -> bool:
+        """Whether every tile has a record."""
+        return len(self.ledger.done("tiles")) == len(self.plan.groups) * len(self.layouts)
+
+    @property
+    def array(self) -> da.Array:
+        """The whole kernel as a lazy Dask array, whatever is stored: triangle or full, one array or one a leaf.
+
+        Raises
+        ------
+        Incomplete
+            If tiles are missing.
+        """
+        if not self.leaves:
+            return self._lazy(0)
+        return da.stack([self._lazy(index) for index in range(len(self.leaves))]).sum(0)
+
+    @property
+    def leaf_arrays(self) -> dict[str, da.Array]:
+        """Kernel of each leaf by its path, where they were kept apart; they add up to `array`."""
+        return {path: self._lazy(index) for index, path in enumerate(self.leaves)}
+
+    def as_ntk(self) -> da.Array:
+        """Mode full as `(N, M, K, K)`: entry [i, j, k, l] between output k of example i and output l of example j."""
+        if self.mode != "full":
+            raise Refused(f"as_ntk needs mode full, this kernel has {self.mode}; assemble with --mode full (mode=)")
+        n, m, k = self.plan.rows.n_examples, self.plan.cols.n_examples, self.plan.n_outputs
+        return self.array.reshape(n, k, m, k).transpose(0, 2, 1, 3)
+
+    def require_complete(self) -> None:
+        """Refuse to go on with a kernel that is not finished."""
+        missing = len(self.plan.groups) * len(self.layouts) - len(self.ledger.done("tiles"))
+        if missing:
+            raise Incomplete(
+                f"{self.path} is incomplete: {missing} group(s) of tiles missing; complete it by running the same "
+                f"gram again: jacstore gram {' '.join(self.stores) or 'STORE'} --out {self.path}"
+            )
+
+    def info(self) -> dict[str, Any]:
+        """Sizes, choices and state, as `jacstore info --json` prints them."""
+        plan = self.plan
+        done = self.ledger.done("tiles")
+        records = [self.ledger.read("tiles", number) for number in done]
+        return {
+            "kernel": self.path,
+            "stores": self.stores,
+            "mode": self.mode,
+            "rows": self.shape[-2],
+            "columns": self.shape[-1],
+            "shape": list(self.shape),
+            "examples": [plan.rows.n_examples, plan.cols.n_examples],
+            "outputs": plan.n_outputs,
+            "leaves": self.leaves,
+            "tiles_total": plan.tiles_total * len(self.layouts),
+            "tiles_done": sum(record["tiles"] for record in records),
+            "items_total": len(plan.items),
+            "bytes_stored": sum(facts[0] for record in records for facts in record["files"].values()),
+            "engine": self.resolved["engine"],
+            "precision": self.resolved["precision"],
+            "schedule": plan.schedule,
+            "complete": self.complete,
+            "format_version": hierarchy.FORMAT_VERSION,
+            "fingerprint": self.requested,
+            "dtype": self.dtype.name,
+            "codecs": ["none"],
+            "versions": self.versions,
+        }
+
+    def _lazy(self, index: int) -> da.Array:
+        self.require_complete()
+        view = _LazyKernel(self, index)
+        name = f"jacstore-{self.layouts[index].name}-{self.identity()}"
+        return da.from_array(view, chunks=self.layouts[index].piece, name=name, asarray=False)
+
+    def identity(self) -> str:
+        """Hash of the request, which names the stores by their bytes."""
+        return hierarchy.short_hash(self.requested)
+
+    def write_tile(self, index: int, i: int, j: int, tile: np.ndarray) -> dict[str, list[Any]]:
+        """Write tile (i, j) of an array and, in a full symmetric kernel, its mirror; returns their records."""
+        layout = self.layouts[index]
+        written = [((i, j), tile)]
+        if self.plan.symmetric and i != j and not self.triangle:
+            written.append(((j, i), np.swapaxes(tile, -1, -2)))
+        records = {}
+        for at, values in written:
+            piece = np.full(layout.piece, layout.fill, layout.dtype)
+            piece[tuple(slice(0, n) for n in values.shape)] = values
+            encoder = FileEncoder(layout)
+            name = layout.file_name(self._grid(*at))
+            self.files.write(name, encoder.encode(piece) + encoder.close())
+            records[name] = encoder.record().to_list()
+        return records
+
+    def _grid(self, i: int, j: int) -> tuple[int, ...]:
+        return {"full": (i, j), "trace": (i, j), "diagonal": (0, i, j), "blocks": (i, 0, 0)}[self.mode]
+
+    def read_tile(self, index: int, i: int, j: int) -> np.ndarray:
+        """Tile (i, j) without padding, checked against its record.
+
+        Raises
+        ------
+        Damaged
+            If its bytes are not those that were recorded.
+        """
+        layout = self.layouts[index]
+        if self.plan.symmetric and self.triangle and i > j:
+            return np.swapaxes(self.read_tile(index, j, i), -1, -2)
+        name = layout.file_name(self._grid(i, j))
+        if name not in self._tiles:
+            for number in self.ledger.done("tiles"):
+                for file, facts in self.ledger.read("tiles", number)["files"].items():
+                    self._tiles[file] = FileRecord.from_list(facts)
+        piece = np.empty(layout.piece, layout.dtype)
+        try:
+            record = self._tiles[name].pieces[0]
+            body = memoryview(piece.reshape(-1).view(np.uint8))
+            self.files.read_into(name, [(0, body)])
+            decode(body, record, piece, layout, name)
+        except KeyError:
+            raise Damaged(f"{self.path}: tile ({i}, {j}) has no record") from None
+        except Damaged as error:
+            raise Damaged(f"{self.path}: tile ({i}, {j}): {error}; assemble it anew with --overwrite") from error
+        return piece[tuple(slice(0, n) for n in self.plan.tile_shape(i, j))]
+
+
+class _LazyKernel:
+    """A kernel as an array-like for Dask: a stored tile is read where its block is asked for."""
+
+    def __init__(self, kernel: Kernel, index: int) -> None:
+        self.kernel, self.index = kernel, index
+        self.shape = kernel.shape
+        self.ndim = len(self.shape)
+        self.dtype = kernel.dtype
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        ranges = [range(*s.indices(n)) for s, n in zip(index, self.shape, strict=True)]
+        if not all(len(r) for r in ranges):
+            return np.empty([len(r) for r in ranges], self.dtype)
+        lows = [min(r[0], r[-1]) for r in ranges]
+        highs = [max(r[0], r[-1]) + 1 for r in ranges]
+        out = np.empty([b - a for a, b in zip(lows, highs, strict=True)], self.dtype)
+        piece = self.kernel.layouts[self.index].piece
+        spans = [range(a // p, -(-b // p)) for a, b, p in zip(lows, highs, piece, strict=True)]
+        axes = {"full": (0, 1), "trace": (0, 1), "diagonal": (1, 2), "blocks": (0, 0)}[self.kernel.mode]
+        for at in np.ndindex(*[len(span) for span in spans]):
+            grid = [span[n] for span, n in zip(spans, at, strict=True)]
+            tile = self.kernel.read_tile(self.index, grid[axes[0]], grid[axes[1]])
+            source, target = [], []
+            for axis, g in enumerate(grid):
+                first = g * piece[axis]
+                a, b = max(lows[axis], first), min(highs[axis], first + tile.shape[axis])
+                source.append(slice(a - first, b - first))
+                target.append(slice(a - lows[axis], b - lows[axis]))
+            out[tuple(target)] = tile[tuple(source)]
+        steps = tuple(slice(None, None, r.step) for r in ranges)
+        return out[steps]
+
+
+def open_kernel(path: str) -> Kernel:
+    """Open a kernel on disk."""
+    return Kernel(Folder(path), str(path))
+
+
+def expected_bytes(plan: GramPlan, leaves: Sequence[str], itemsize: int, triangle: bool) -> int:
+    """Bytes of the tile files of a kernel, mirrors included."""
+    piece = math.prod(block_shape(plan.mode, plan.tile, plan.tile, plan.n_outputs)) * itemsize
+    across, down = plan.grid
+    tiles = plan.tiles_total if triangle or plan.mode == "blocks" else across * down
+    return tiles * piece * len(leaves or [WHOLE])
