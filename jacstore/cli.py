@@ -1,0 +1,355 @@
+"""In: words on the command line. Out: the same calls as from Python, their reports, and an exit code.
+
+Exit codes: 0 done; 2 the user must change something; 3 data failed a check; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from jacstore.errors import JacstoreError
+from jacstore.progress import BatchDone, Event, ItemDone, SlabDone, Started, UnitDone, Waiting
+
+SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1")
+
+
+class _Stop:
+    """Remembers a signal; the work asks between its steps. A second SIGINT ends the process at once."""
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+
+    def install(self) -> None:
+        for name in SIGNALS:
+            if hasattr(signal, name) and threading.current_thread() is threading.main_thread():
+                signal.signal(getattr(signal, name), self._handle)
+
+    def _handle(self, number: int, _: Any) -> None:
+        if self.received is not None:
+            raise KeyboardInterrupt
+        self.received = signal.Signals(number).name
+
+    def __call__(self) -> bool:
+        return self.received is not None
+
+
+class _Lines:
+    """A progress listener: a bar on a terminal, a line every few seconds elsewhere; always on stderr."""
+
+    SECONDS_BETWEEN = 5.0
+
+    def __init__(self, quiet: bool) -> None:
+        self.quiet = quiet
+        self.total = self.done = self.small = 0
+        self.what = ""
+        self.started = self.shown = time.monotonic()
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __call__(self, event: Event) -> None:
+        if self.quiet:
+            return
+        if isinstance(event, Waiting):
+            click.echo(event.reason, err=True)
+        elif isinstance(event, Started):
+            self.what, self.total, self.done = event.what, event.total, event.done
+            if sys.stderr.isatty():
+                self._open_bar()
+        elif isinstance(event, UnitDone | ItemDone):
+            self.done += 1
+            self.small = 0
+        elif isinstance(event, BatchDone):
+            self.small += event.examples
+        elif isinstance(event, SlabDone):
+            self.small = event.slab + 1
+        self._show()
+
+    def _open_bar(self) -> None:
+        from rich.console import Console
+        from rich.progress import Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import BarColumn as Bar
+
+        columns = (TextColumn("{task.description}"), Bar(), TextColumn("{task.fields[text]}"), TimeElapsedColumn())
+        self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._task = self._bar.add_task(self.what, total=self.total, completed=self.done, text="")
+        self._bar.start()
+
+    def _show(self) -> None:
+        text = f"{self.done} of {self.total} {self.what}"
+        if self.small:
+            text += f" and {self.small} {'examples' if self.what == 'units' else 'slabs'} of the next"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self.done, text=text)
+        elif self.what and time.monotonic() - self.shown > self.SECONDS_BETWEEN:
+            self.shown = time.monotonic()
+            click.echo(f"{text}, {self.shown - self.started:.0f} s", err=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="jacstore")
+def main() -> None:
+    """Per-example Jacobians computed once, stored, and turned into kernels.
+
+    Running the same command again continues it.
+    """
+
+
+def _common(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in (
+        click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else there."),
+        click.option("--debug", is_flag=True, help="Show the traceback of an error."),
+        click.option("--quiet", is_flag=True, help="No progress on stderr."),
+    ):
+        command = option(command)
+    return command
+
+
+def _starting(command: Callable[..., Any]) -> Callable[..., Any]:
+    command = click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")(command)
+    return click.option("--overwrite", is_flag=True, help="Delete what is there and start anew.")(command)
+
+
+def _run(
+    work: Callable[[_Lines, _Stop], dict[str, Any]], text: Callable[[dict[str, Any]], str], shared: dict[str, Any]
+) -> None:
+    """Do the work, print its report; turn errors into one line and an exit code."""
+    stop, lines = _Stop(), _Lines(shared["quiet"])
+    stop.install()
+    try:
+        report = work(lines, stop)
+        lines.close()
+        click.echo(json.dumps(_plain(report)) if shared["as_json"] else text(report))
+    except JacstoreError as error:
+        lines.close()
+        _fail(error, error.exit_code, shared["debug"], stop)
+    except KeyboardInterrupt as error:
+        lines.close()
+        _fail(error, 130, shared["debug"], stop)
+    except BrokenPipeError:
+        sys.exit(0)
+    except Exception as error:
+        lines.close()
+        if stop():
+            _fail(error, 130, shared["debug"], stop)
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
+        problem = RuntimeError(f"{type(error).__name__}: {error}{notes}; this is a fault in jacstore or its surroundings")
+        _fail(problem.with_traceback(error.__traceback__), 2, shared["debug"], stop)
+
+
+def _fail(error: BaseException, code: int, debug: bool, stop: _Stop) -> None:
+    if debug:
+        import traceback
+
+        traceback.print_exception(error)
+    message = " ".join(str(error).split())
+    if code == 130:
+        message = f"{stop.received or 'SIGINT'}: {message or 'interrupted'}; to continue: {_command_line()}"
+    click.echo(f"jacstore: {message}" + ("" if debug or code == 130 else ""), err=True)
+    sys.exit(code)
+
+
+def _command_line() -> str:
+    import shlex
+
+    # --overwrite would start anew what is to be continued.
+    return "jacstore " + shlex.join(word for word in sys.argv[1:] if word != "--overwrite")
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no NumPy numbers."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if hasattr(value, "item"):
+        return value.item()
+    return value
+
+
+@main.command()
+@click.argument("target")
+@click.option("--out", required=True, metavar="STORE", help="Folder of the store.")
+@click.option("--memory", metavar="SIZE", help="Host memory to use, such as 8GB. [default: half of what is available]")
+@click.option("--device-memory", metavar="SIZE", help="Accelerator memory to use. [default: three quarters of it]")
+@click.option("--dtype", default="float32", show_default=True, help="float32, bfloat16, float16 or float64: what is stored.")
+@click.option("--layout", default="auto", show_default=True, help="auto, dense or factored.")
+@click.option("--batch-size", type=int, metavar="N", help="Examples a device pass. [default: from the memory]")
+@click.option("--output-batch", type=int, metavar="N", help="Outputs a device pass. [default: from the memory]")
+@click.option("--unit-size", type=int, metavar="N", help="Examples a unit, the piece that is resumed. [default: from the memory]")
+@click.option("--codec", default="auto", show_default=True, help="auto, none, lz4 or zstd.")
+@click.option("--examples", metavar="A:B", help="Only these examples; they define the N of the store.")
+@click.option("--part", metavar="I/N", help="Only part I of N, counted from 1; parts may run anywhere, in any order.")
+@click.option("--allow-nonfinite", is_flag=True, help="Store rows that hold NaN or infinity instead of stopping.")
+@_starting
+@_common
+def build(target: str, out: str, dry_run: bool, as_json: bool, debug: bool, quiet: bool, **options: Any) -> None:
+    """Compute the Jacobian rows of TARGET and store them.
+
+    TARGET is path/to/file.py:name or package.module:name, a Problem or a function returning one; name defaults to
+    "problem".
+    """
+
+    def work(lines: _Lines, stop: _Stop) -> dict[str, Any]:
+        import jacstore
+        from jacstore.builder import plan_build
+
+        problem = jacstore.load_target(target)
+        if dry_run:
+            overwrite, allow = options.pop("overwrite"), options.pop("allow_nonfinite")
+            del overwrite, allow
+            return plan_build(problem, out, **options)
+        return jacstore.build(problem, out, listener=lines, stop=stop, **options).report
+
+    _run(work, _text_plan_build if dry_run else _text_build, {"as_json": as_json, "debug": debug, "quiet": quiet})
+
+
+@main.command()
+@click.argument("store")
+@click.argument("other", required=False)
+@click.option("--out", required=True, metavar="KERNEL", help="Folder of the kernel.")
+@click.option("--memory", metavar="SIZE", help="Host memory for all workers together. [default: half of what is available]")
+@click.option("--device-memory", metavar="SIZE", help="Accelerator memory to use. [default: three quarters of it]")
+@click.option("--mode", default="full", show_default=True, help="full, trace (sum over outputs), diagonal or blocks.")
+@click.option("--dtype", default="float64", show_default=True, help="float64 or float32: type of the stored kernel.")
+@click.option("--precision", help="float64, float32 or fast (16-bit or TF32 products). [default: from the store]")
+@click.option("--engine", default="auto", show_default=True, help="auto, blas or xla.")
+@click.option("--tile", type=int, metavar="N", help="Edge of a kernel tile in examples. [default: from the memory]")
+@click.option("--by-leaf", is_flag=True, help="Keep one kernel for each parameter leaf.")
+@click.option("--triangle", is_flag=True, help="Store only tiles on and above the diagonal.")
+@click.option("--part", metavar="I/N", help="Only part I of N of the items, counted from 1.")
+@click.option("--scheduler", default="threads", show_default=True, help="threads, processes or tcp://HOST:PORT.")
+@click.option("--workers", type=int, metavar="N", help="Processes to share the work. [default: as many as there are]")
+@_starting
+@_common
+def gram(
+    store: str, other: str | None, out: str, dry_run: bool, as_json: bool, debug: bool, quiet: bool, **options: Any
+) -> None:
+    """Assemble the kernel J Jᵀ of STORE, or the rectangular kernel between STORE and OTHER."""
+
+    def work(lines: _Lines, stop: _Stop) -> dict[str, Any]:
+        from jacstore import assembly
+
+        if dry_run:
+            del options["overwrite"]
+            return assembly.plan_for(store, other, out, **options)
+        return assembly.gram(store, other, out, listener=lines, stop=stop, **options).report
+
+    _run(work, _text_plan_gram if dry_run else _text_gram, {"as_json": as_json, "debug": debug, "quiet": quiet})
+
+
+@main.command()
+@click.argument("path")
+@_common
+def info(path: str, as_json: bool, debug: bool, quiet: bool) -> None:
+    """Say what a store or kernel holds and whether it is complete."""
+
+    def work(lines: _Lines, stop: _Stop) -> dict[str, Any]:
+        import jacstore
+
+        return jacstore.open(path).info()
+
+    _run(work, _text_info, {"as_json": as_json, "debug": debug, "quiet": quiet})
+
+
+def _size(number: float) -> str:
+    from jacstore.machine import format_size
+
+    return format_size(number)
+
+
+def _text_build(r: dict[str, Any]) -> str:
+    state = "complete" if r["complete"] else "part done, others are missing"
+    saved = f" in {r['seconds_total']:.1f} s ({r['seconds_compile']:.1f} s compiling)" if r["units_computed"] else ""
+    return (
+        f"{r['store']}: {r['examples']:,} examples x {r['outputs']} outputs x {r['parameters']:,} parameters, "
+        f"{_size(r['bytes_stored'])} (float32 rows: {_size(r['bytes_dense'])}), {state}\n"
+        f"{r['units_computed']} units computed, {r['units_reused']} reused of {r['units_total']}{saved}"
+    )
+
+
+def _text_gram(r: dict[str, Any]) -> str:
+    state = "complete" if r["complete"] else "part done, others are missing"
+    done = ""
+    if r["items_computed"]:
+        done = (
+            f" in {r['seconds_total']:.1f} s, {r['passes']:.2f} passes over J ({_size(r['bytes_read'])}), "
+            f"{r['flops'] / max(r['seconds_compute'], 1e-9) / 1e9:.0f} GFLOP/s with {r['engine']}"
+        )
+    return (
+        f"{r['kernel']}: {r['rows']:,} x {r['columns']:,}, mode {r['mode']}, {state}\n"
+        f"{r['tiles_computed']} tiles computed, {r['tiles_reused']} reused of {r['tiles_total']}{done}"
+    )
+
+
+def _text_plan_build(r: dict[str, Any]) -> str:
+    verdict = "storing pays" if r["storing_pays"] else "storing does not pay: --out memory:// or jacstore.ntk may be faster"
+    return "\n".join(
+        [
+            f"{r['examples']:,} examples x {r['outputs']} outputs x {r['parameters']:,} parameters in {r['leaves']} leaves",
+            f"to store      {_size(r['bytes_to_store'])} before compression (codec {r['codec']}), "
+            f"{_size(r['bytes_free'])} free",
+            f"files         {r['files']:,} in {r['units_total']:,} units of {r['unit_size']:,} examples",
+            f"device pass   {r['batches']:,} batches of {r['batch_size']} examples x {r['output_batch']} outputs, "
+            f"{_size(r['device_pass_bytes'])}",
+            f"memory        {_size(r['memory'])}",
+            f"expected      {r['expected_seconds_device']:.3g} s device, {r['expected_seconds_write']:.3g} s writing at "
+            f"500 MB/s, {r['expected_seconds_compile']:.3g} s compiling; they overlap",
+            f"against it    a kernel without a store computes J {r['recompute_passes']:.1f} times in this memory: "
+            f"{r['expected_seconds_recompute']:.3g} s against {r['expected_seconds_store']:.3g} s: {verdict}",
+        ]
+    )
+
+
+def _text_plan_gram(r: dict[str, Any]) -> str:
+    shape = " x ".join(f"{n:,}" for n in r["shape"])
+    return "\n".join(
+        [
+            f"{shape}, mode {r['mode']}, {r['precision']} products with {r['engine']}",
+            f"schedule      {r['schedule']}: {r['passes']:.2f} passes over J, {_size(r['bytes_read'])} read",
+            f"to store      {_size(r['bytes_to_store'])} in {r['files']:,} files, {_size(r['bytes_free'])} free",
+            f"memory        {_size(r['memory'])}",
+            f"work          {r['flops']:.3g} flop in {r['items_total']:,} items, {r['tiles_total']:,} tiles of "
+            f"{r['tile']:,} examples, slabs of {r['slab_columns']:,} columns",
+            f"expected      {r['expected_seconds']:.3g} s at {r['expected_flops_per_second'] / 1e9:.0f} GFLOP/s; "
+            f"a kill loses at most about {r['expected_seconds_lost_by_a_kill']:.3g} s",
+        ]
+    )
+
+
+def _text_info(r: dict[str, Any]) -> str:
+    if "store" in r:
+        leaves = [
+            f"  {leaf['path']}  {tuple(leaf['shape'])}  {', '.join(leaf['terms'])}" for leaf in r["leaves"]
+        ]
+        lines = [
+            f"{r['store']}: store, {r['examples']:,} examples x {r['outputs']} outputs x {r['parameters']:,} parameters",
+            f"{r['dtype']}, codecs {', '.join(r['codecs'])}, {_size(r['bytes_stored'])} "
+            f"(float32 rows: {_size(r['bytes_dense'])})",
+            f"{'complete' if r['complete'] else 'incomplete'}: {r['units_done']} of {r['units_total']} units",
+            f"zero rows: {r['zero_rows']}, examples with NaN or infinity: {len(r['nonfinite_examples'])}",
+            "leaves:",
+            *leaves,
+        ]
+        if r["left_out"]:
+            lines += ["left out:", *(f"  {path}  {why}" for path, why in r["left_out"])]
+        return "\n".join(lines)
+    return "\n".join(
+        [
+            f"{r['kernel']}: kernel, mode {r['mode']}, {' x '.join(f'{n:,}' for n in r['shape'])}, {r['dtype']}",
+            f"{r['precision']} products with {r['engine']}, {r['schedule']}, {_size(r['bytes_stored'])}",
+            f"{'complete' if r['complete'] else 'incomplete'}: {r['tiles_done']} of {r['tiles_total']} tiles",
+            f"from {', '.join(r['stores'])}",
+        ]
+    )
