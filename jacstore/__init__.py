@@ -6,15 +6,30 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jacstore.assembly import gram, lazy_kernel
+    from jacstore.assembly import gram
     from jacstore.assembly import open_path as open
     from jacstore.builder import build, ntk
     from jacstore.errors import JacstoreError
     from jacstore.kernel import Kernel
+    from jacstore.lazy import lazy_kernel
     from jacstore.problem import Problem
-    from jacstore.store import JacobianStore, StoreWriter
+    from jacstore.store import JacobianStore
     from jacstore.target import load_target
+    from jacstore.writer import StoreWriter
 
+__all__ = [
+    "JacobianStore",
+    "JacstoreError",
+    "Kernel",
+    "Problem",
+    "StoreWriter",
+    "build",
+    "gram",
+    "lazy_kernel",
+    "load_target",
+    "ntk",
+    "open",
+]
 __version__ = "0.1.0"
 
 # Names are loaded when first used: importing jax, zarr and dask takes seconds.
@@ -22,10 +37,10 @@ _HOMES = {
     "Problem": "problem",
     "build": "builder",
     "gram": "assembly",
-    "lazy_kernel": "assembly",
+    "lazy_kernel": "lazy",
     "Kernel": "kernel",
     "JacobianStore": "store",
-    "StoreWriter": "store",
+    "StoreWriter": "writer",
     "JacstoreError": "errors",
     "load_target": "target",
     "ntk": "builder",

@@ -31,8 +31,9 @@ from jacstore.pieces import CODECS, compress
 from jacstore.plan import PIECE_BYTES, StorePlan, plan_store
 from jacstore.problem import Prepared, Problem, prepare
 from jacstore.progress import BatchDone, Listener, Started, silent
-from jacstore.store import DTYPES, JacobianStore, StoreWriter, storage_dtype
+from jacstore.store import DTYPES, JacobianStore, storage_dtype
 from jacstore.terms import dense_leaves
+from jacstore.writer import StoreWriter
 
 LAYOUTS = ("auto", "dense", "factored")
 # How many finished units a rerun checks against the inputs it was given; `verify` checks all.
@@ -119,15 +120,15 @@ def build(
     )
     job = _Job(problem, out, options)
     found = job.existing(overwrite)
-    proposed = None if found else job.propose()
+    codec, unit_size = (found.resolved["codec"], found.unit_size) if found else job.choose()
     writer = StoreWriter(
         out,
         job.leaves,
         job.prepared.n_examples,
         job.prepared.n_outputs,
         dtype=dtype,
-        codec=found.resolved["codec"] if found else proposed[1],
-        unit_size=found.unit_size if found else proposed[0].unit_size,
+        codec=codec,
+        unit_size=unit_size,
         memory=job.memory,
         outputs_dtype=job.outputs_dtype,
         requested=job.requested,
@@ -259,6 +260,11 @@ class _Job:
         stop = min(passes.batch_size, plan.unit_size, self.prepared.n_examples)
         self._first = list(self._rows(self.prepared.read(0, stop)))
         return plan, _fastest_codec(self._first, disk_speed or measured_disk_speed(Path(self.out).absolute()))
+
+    def choose(self) -> tuple[str, int]:
+        """Codec and unit size for a new store."""
+        plan, codec = self.propose()
+        return codec, plan.unit_size
 
     def compile(self, unit_size: int) -> DevicePass:
         """Compile the device pass once; refuse units that do not fit."""
@@ -394,7 +400,8 @@ class _Job:
             "unit_size": plan.unit_size,
             "batch_size": self.device_pass.batch_size if self.device_pass else 0,
             "output_batch": self.device_pass.output_batch if self.device_pass else 0,
-            "batches": plan.n_units * math.ceil(plan.unit_size / self.device_pass.batch_size if self.device_pass else 1),
+            "batches": plan.n_units
+            * math.ceil(plan.unit_size / self.device_pass.batch_size if self.device_pass else 1),
             "files": plan.n_files,
             "codec": codec,
             "memory": self.memory,
@@ -429,7 +436,8 @@ def ntk(
     other
         Inputs of the columns; `inputs` if not given.
     mode
-        full `(N*K, M*K)`, trace `(N, M)` (the sum over outputs, not the mean), diagonal `(K, N, M)` or blocks `(N, K, K)`.
+        full `(N*K, M*K)`, trace `(N, M)` (the sum over outputs, not the mean), diagonal `(K, N, M)` or blocks
+        `(N, K, K)`.
     dtype
         As for `build`.
 
@@ -488,7 +496,9 @@ class _Unit:
     def write(self) -> float:
         """Store the unit; returns the seconds it took."""
         began = time.perf_counter()
-        shaped = {leaf.path: self.rows[leaf.path].reshape(*self.norms.shape[:2], *leaf.shape) for leaf in self.writer.leaves}
+        shaped = {
+            leaf.path: self.rows[leaf.path].reshape(*self.norms.shape[:2], *leaf.shape) for leaf in self.writer.leaves
+        }
         facts = {"inputs": self.inputs_hash()}
         try:
             self.writer.write_unit(self.start, shaped, outputs=self.outputs, norms=self.norms, facts=facts)
@@ -540,7 +550,9 @@ def _fastest_codec(batch: list[BatchRows], disk_speed: float) -> str:
     rows = [row[:, 0] for row in batch[0].rows]
     kept = max(1, 4 * PIECE_BYTES // sum(row[0].nbytes for row in rows))
     sample = np.ascontiguousarray(np.concatenate([row[:kept] for row in rows], -1)).reshape(-1)
-    pieces = [sample[a : a + PIECE_BYTES // sample.itemsize] for a in range(0, len(sample), PIECE_BYTES // sample.itemsize)]
+    pieces = [
+        sample[a : a + PIECE_BYTES // sample.itemsize] for a in range(0, len(sample), PIECE_BYTES // sample.itemsize)
+    ]
     pieces = pieces[:: max(1, len(pieces) // 16)]
     total = sum(piece.nbytes for piece in pieces)
     seconds = {"none": 1 / disk_speed}

@@ -74,10 +74,14 @@ class _Lines:
 
     def _open_bar(self) -> None:
         from rich.console import Console
-        from rich.progress import Progress, TextColumn, TimeElapsedColumn
-        from rich.progress import BarColumn as Bar
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-        columns = (TextColumn("{task.description}"), Bar(), TextColumn("{task.fields[text]}"), TimeElapsedColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[text]}"),
+            TimeElapsedColumn(),
+        )
         self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
         self._task = self._bar.add_task(self.what, total=self.total, completed=self.done, text="")
         self._bar.start()
@@ -144,7 +148,9 @@ def _run(
         if stop():
             _fail(error, 130, shared["debug"], stop)
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
-        problem = RuntimeError(f"{type(error).__name__}: {error}{notes}; this is a fault in jacstore or its surroundings")
+        problem = RuntimeError(
+            f"{type(error).__name__}: {error}{notes}; this is a fault in jacstore or its surroundings"
+        )
         _fail(problem.with_traceback(error.__traceback__), 2, shared["debug"], stop)
 
 
@@ -156,7 +162,7 @@ def _fail(error: BaseException, code: int, debug: bool, stop: _Stop) -> None:
     message = " ".join(str(error).split())
     if code == 130:
         message = f"{stop.received or 'SIGINT'}: {message or 'interrupted'}; to continue: {_command_line()}"
-    click.echo(f"jacstore: {message}" + ("" if debug or code == 130 else ""), err=True)
+    click.echo(f"jacstore: {message}", err=True)
     sys.exit(code)
 
 
@@ -183,11 +189,15 @@ def _plain(value: Any) -> Any:
 @click.option("--out", required=True, metavar="STORE", help="Folder of the store.")
 @click.option("--memory", metavar="SIZE", help="Host memory to use, such as 8GB. [default: half of what is available]")
 @click.option("--device-memory", metavar="SIZE", help="Accelerator memory to use. [default: three quarters of it]")
-@click.option("--dtype", default="float32", show_default=True, help="float32, bfloat16, float16 or float64: what is stored.")
+@click.option(
+    "--dtype", default="float32", show_default=True, help="float32, bfloat16, float16 or float64: what is stored."
+)
 @click.option("--layout", default="auto", show_default=True, help="auto, dense or factored.")
 @click.option("--batch-size", type=int, metavar="N", help="Examples a device pass. [default: from the memory]")
 @click.option("--output-batch", type=int, metavar="N", help="Outputs a device pass. [default: from the memory]")
-@click.option("--unit-size", type=int, metavar="N", help="Examples a unit, the piece that is resumed. [default: from the memory]")
+@click.option(
+    "--unit-size", type=int, metavar="N", help="Examples a unit, the piece that is resumed. [default: from the memory]"
+)
 @click.option("--codec", default="auto", show_default=True, help="auto, none, lz4 or zstd.")
 @click.option("--examples", metavar="A:B", help="Only these examples; they define the N of the store.")
 @click.option("--part", metavar="I/N", help="Only part I of N, counted from 1; parts may run anywhere, in any order.")
@@ -219,7 +229,9 @@ def build(target: str, out: str, dry_run: bool, as_json: bool, debug: bool, quie
 @click.argument("store")
 @click.argument("other", required=False)
 @click.option("--out", required=True, metavar="KERNEL", help="Folder of the kernel.")
-@click.option("--memory", metavar="SIZE", help="Host memory for all workers together. [default: half of what is available]")
+@click.option(
+    "--memory", metavar="SIZE", help="Host memory for all workers together. [default: half of what is available]"
+)
 @click.option("--device-memory", metavar="SIZE", help="Accelerator memory to use. [default: three quarters of it]")
 @click.option("--mode", default="full", show_default=True, help="full, trace (sum over outputs), diagonal or blocks.")
 @click.option("--dtype", default="float64", show_default=True, help="float64 or float32: type of the stored kernel.")
@@ -269,11 +281,15 @@ def _size(number: float) -> str:
     return format_size(number)
 
 
+def _rows(r: dict[str, Any]) -> str:
+    return f"{r['examples']:,} examples x {r['outputs']} outputs x {r['parameters']:,} parameters"
+
+
 def _text_build(r: dict[str, Any]) -> str:
     state = "complete" if r["complete"] else "part done, others are missing"
     saved = f" in {r['seconds_total']:.1f} s ({r['seconds_compile']:.1f} s compiling)" if r["units_computed"] else ""
     return (
-        f"{r['store']}: {r['examples']:,} examples x {r['outputs']} outputs x {r['parameters']:,} parameters, "
+        f"{r['store']}: {_rows(r)}, "
         f"{_size(r['bytes_stored'])} (float32 rows: {_size(r['bytes_dense'])}), {state}\n"
         f"{r['units_computed']} units computed, {r['units_reused']} reused of {r['units_total']}{saved}"
     )
@@ -294,18 +310,20 @@ def _text_gram(r: dict[str, Any]) -> str:
 
 
 def _text_plan_build(r: dict[str, Any]) -> str:
-    verdict = "storing pays" if r["storing_pays"] else "storing does not pay: --out memory:// or jacstore.ntk may be faster"
+    verdict = (
+        "storing pays" if r["storing_pays"] else "storing does not pay: --out memory:// or jacstore.ntk may be faster"
+    )
     return "\n".join(
         [
-            f"{r['examples']:,} examples x {r['outputs']} outputs x {r['parameters']:,} parameters in {r['leaves']} leaves",
+            f"{_rows(r)} in {r['leaves']} leaves",
             f"to store      {_size(r['bytes_to_store'])} before compression (codec {r['codec']}), "
             f"{_size(r['bytes_free'])} free",
             f"files         {r['files']:,} in {r['units_total']:,} units of {r['unit_size']:,} examples",
             f"device pass   {r['batches']:,} batches of {r['batch_size']} examples x {r['output_batch']} outputs, "
             f"{_size(r['device_pass_bytes'])}",
             f"memory        {_size(r['memory'])}",
-            f"expected      {r['expected_seconds_device']:.3g} s device, {r['expected_seconds_write']:.3g} s writing at "
-            f"500 MB/s, {r['expected_seconds_compile']:.3g} s compiling; they overlap",
+            f"expected      {r['expected_seconds_device']:.3g} s device, {r['expected_seconds_write']:.3g} s writing "
+            f"at 500 MB/s, {r['expected_seconds_compile']:.3g} s compiling; they overlap",
             f"against it    a kernel without a store computes J {r['recompute_passes']:.1f} times in this memory: "
             f"{r['expected_seconds_recompute']:.3g} s against {r['expected_seconds_store']:.3g} s: {verdict}",
         ]
@@ -330,11 +348,9 @@ def _text_plan_gram(r: dict[str, Any]) -> str:
 
 def _text_info(r: dict[str, Any]) -> str:
     if "store" in r:
-        leaves = [
-            f"  {leaf['path']}  {tuple(leaf['shape'])}  {', '.join(leaf['terms'])}" for leaf in r["leaves"]
-        ]
+        leaves = [f"  {leaf['path']}  {tuple(leaf['shape'])}  {', '.join(leaf['terms'])}" for leaf in r["leaves"]]
         lines = [
-            f"{r['store']}: store, {r['examples']:,} examples x {r['outputs']} outputs x {r['parameters']:,} parameters",
+            f"{r['store']}: store, {_rows(r)}",
             f"{r['dtype']}, codecs {', '.join(r['codecs'])}, {_size(r['bytes_stored'])} "
             f"(float32 rows: {_size(r['bytes_dense'])})",
             f"{'complete' if r['complete'] else 'incomplete'}: {r['units_done']} of {r['units_total']} units",

@@ -110,5 +110,3 @@ def symmetrize(mode: str, tile: np.ndarray) -> np.ndarray:
             block = matrix[a:b, a:b]
             block[...] = np.triu(block) + np.triu(block, 1).T
     return tile
-
-

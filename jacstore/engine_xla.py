@@ -80,9 +80,7 @@ class XlaEngine:
 
 
 @partial(jax.jit, static_argnames=("mode", "sizes", "exact"))
-def _product(
-    mode: str, a: Any, b: Any, starts: tuple[Any, Any, Any], sizes: tuple[int, int, int], exact: bool
-) -> Any:
+def _product(mode: str, a: Any, b: Any, starts: tuple[Any, Any, Any], sizes: tuple[int, int, int], exact: bool) -> Any:
     outputs = a.shape[1]
     left = lax.dynamic_slice(a, (starts[0], 0, starts[2]), (sizes[0], outputs, sizes[2]))
     right = lax.dynamic_slice(b, (starts[1], 0, starts[2]), (sizes[1], outputs, sizes[2]))

@@ -32,8 +32,8 @@ before_step: Callable[[str, str], None] = _no_step
 class Files(Protocol):
     """What a store or kernel needs from the place that holds its bytes."""
 
-    bytes_read: int
-
+    @property
+    def bytes_read(self) -> int: ...
     def write(self, name: str, buffers: Iterable[Buffer]) -> int: ...
     def sync_folders(self, names: Iterable[str]) -> None: ...
     def publish(self, name: str, data: bytes) -> None: ...
@@ -136,12 +136,13 @@ class Folder:
         total = 0
         try:
             for offset, buffer in spans:
-                view = buffer
-                while len(view):
-                    got = os.preadv(descriptor, [view], offset)
+                filled = 0
+                while filled < len(buffer):
+                    got = os.preadv(descriptor, [buffer[filled:]], offset + filled)
                     if got == 0:
-                        raise Damaged(f"{name} ends at byte {offset}, before what was recorded")
-                    view, offset, total = view[got:], offset + got, total + got
+                        raise Damaged(f"{name} ends at byte {offset + filled}, before what was recorded")
+                    filled += got
+                total += filled
         finally:
             os.close(descriptor)
             with self._count:
@@ -278,5 +279,7 @@ def _explain(error: OSError, path: Path, size: int) -> Exception:
             "free some space and run the same command again"
         )
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return Refused(f"{path} cannot be written ({error.strerror}); give a folder that you may write to (--out, out=)")
+        return Refused(
+            f"{path} cannot be written ({error.strerror}); give a folder that you may write to (--out, out=)"
+        )
     return error

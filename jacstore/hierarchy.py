@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import zarr
-from zarr.codecs import BloscCodec, Crc32cCodec
+from zarr.codecs import BloscCname, BloscCodec, Crc32cCodec
 
 from jacstore.errors import Refused
 from jacstore.files import Files, Folder, Memory, clear_folder
@@ -35,7 +35,9 @@ def versions() -> dict[str, str]:
     return found
 
 
-def create(files: Files, layouts: Sequence[ArrayLayout], attributes: dict[str, Any], groups: Sequence[str] = ()) -> None:
+def create(
+    files: Files, layouts: Sequence[ArrayLayout], attributes: dict[str, Any], groups: Sequence[str] = ()
+) -> None:
     """Make the arrays, then the root group with its attributes. In RAM only the attributes are kept."""
     attributes = {"format_version": FORMAT_VERSION, **attributes}
     if isinstance(files, Folder):
@@ -54,7 +56,9 @@ def create(files: Files, layouts: Sequence[ArrayLayout], attributes: dict[str, A
 def _create_array(root: Path, layout: ArrayLayout) -> None:
     compressors: list[Any] = []
     if layout.codec != "none":
-        compressors.append(BloscCodec(cname=layout.codec, clevel=BLOSC_LEVELS[layout.codec], shuffle="bitshuffle"))
+        compressors.append(
+            BloscCodec(cname=BloscCname(layout.codec), clevel=BLOSC_LEVELS[layout.codec], shuffle="bitshuffle")
+        )
     file_shape = tuple(p * n for p, n in zip(layout.piece, layout.per_file, strict=True))
     zarr.create_array(
         root / layout.name,
@@ -167,5 +171,7 @@ def parse_part(given: tuple[int, int] | str | None) -> tuple[int, int]:
     """Part I of N, counted from 1."""
     number, parts = parse_pair(given, "/", "--part", "I/N") or (1, 1)
     if not 1 <= number <= parts:
-        raise Refused(f"--part {number}/{parts}: allowed are 1/{max(parts, 1)} to {max(parts, 1)}/{max(parts, 1)} (part=)")
+        raise Refused(
+            f"--part {number}/{parts}: allowed are 1/{max(parts, 1)} to {max(parts, 1)}/{max(parts, 1)} (part=)"
+        )
     return number, parts

@@ -7,6 +7,7 @@ batch are too large. Examples are a second `vmap`, so nothing couples them.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,8 +53,9 @@ def device() -> Any:
         return jax.devices()[0]
     except (RuntimeError, AssertionError) as error:
         reason = " ".join(str(error).split()) or "its plug-in did not start"
+        asked = os.environ.get("JAX_PLATFORMS", "")
         raise Refused(
-            f"JAX_PLATFORMS={jax.config.jax_platforms}: no such device here ({reason}); install jaxlib for it "
+            f"JAX_PLATFORMS={asked}: no such device here ({reason}); install jaxlib for it "
             '(pip install "jacstore[cuda]") or set JAX_PLATFORMS=cpu'
         ) from error
 

@@ -13,8 +13,8 @@ import numpy as np
 from jacstore import hierarchy
 from jacstore.errors import Damaged, Incomplete, Refused
 from jacstore.files import Files, Folder
-from jacstore.ledger import Ledger
-from jacstore.pieces import ArrayLayout, FileEncoder, FileRecord, decode
+from jacstore.ledger import FORMAT_VERSION, Ledger
+from jacstore.pieces import ArrayLayout, FileEncoder, FileRecord, decode, raw
 from jacstore.plan import GramPlan, block_shape
 
 DIMENSIONS = {
@@ -166,7 +166,7 @@ class Kernel:
             "precision": self.resolved["precision"],
             "schedule": plan.schedule,
             "complete": self.complete,
-            "format_version": hierarchy.FORMAT_VERSION,
+            "format_version": FORMAT_VERSION,
             "fingerprint": self.requested,
             "dtype": self.dtype.name,
             "codecs": ["none"],
@@ -221,7 +221,7 @@ class Kernel:
         piece = np.empty(layout.piece, layout.dtype)
         try:
             record = self._tiles[name].pieces[0]
-            body = memoryview(piece.reshape(-1).view(np.uint8))
+            body = raw(piece)
             self.files.read_into(name, [(0, body)])
             decode(body, record, piece, layout, name)
         except KeyError:

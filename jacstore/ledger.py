@@ -39,7 +39,7 @@ class Ledger:
         prefix = kind + "-"
         numbers = []
         for name in self.files.names(FOLDER):
-            stem, dot, ending = name.partition(".")
+            stem, _, ending = name.partition(".")
             number = stem.removeprefix(prefix)
             if stem.startswith(prefix) and ending == "json" and number.isdigit():
                 numbers.append(int(number))
@@ -122,6 +122,7 @@ class Lock:
         self._token = uuid.uuid4().hex
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._owner: dict[str, Any] = {}
 
     def __enter__(self) -> Lock:
         try:

@@ -1,7 +1,7 @@
 """In: pieces of an array. Out: the bytes of Zarr v3 chunk and shard files, with the checksum of every piece, and back.
 
-Why not through a Zarr library: each piece must be checked against the ledger before its bytes are trusted, a slab must
-be read straight into the caller's buffer, and every byte read must be counted. The files are plain Zarr v3 all the same:
+Why not through a Zarr library: each piece must be checked against the ledger before its bytes are trusted, a slab is
+read straight into the caller's buffer, and every byte read is counted. The files are plain Zarr v3 all the same:
 codecs `bytes`, `blosc` where asked for, and `crc32c`; shards end with the index that `sharding_indexed` defines. The
 tests read them with zarr-python.
 """
@@ -52,7 +52,8 @@ class ArrayLayout:
     @classmethod
     def from_dict(cls, given: dict[str, Any]) -> ArrayLayout:
         """From JSON."""
-        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+        return cls(**fields)
 
     @property
     def itemsize(self) -> int:
@@ -80,9 +81,7 @@ class ArrayLayout:
 
     def pieces_of(self, at: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
         """The region of each piece of a file in index order; regions beyond the array are empty."""
-        starts = [
-            [(i * n + m) * p for m in range(n)] for i, n, p in zip(at, self.per_file, self.piece, strict=True)
-        ]
+        starts = [[(i * n + m) * p for m in range(n)] for i, n, p in zip(at, self.per_file, self.piece, strict=True)]
         for corner in itertools.product(*starts):
             yield tuple(
                 slice(min(a, size), min(a + p, size)) for a, p, size in zip(corner, self.piece, self.shape, strict=True)
@@ -129,7 +128,7 @@ class FileEncoder:
         self._offset += len(body) + CHECKSUM_BYTES
         return [body, checksum.to_bytes(CHECKSUM_BYTES, "little")]
 
-    def close(self) -> list[bytes]:
+    def close(self) -> list[bytes | memoryview]:
         """Bytes that end the file: the shard index."""
         if not self.layout.sharded:
             return []
@@ -146,11 +145,17 @@ class FileEncoder:
         return FileRecord(size=self._offset, pieces=tuple(self._pieces))
 
 
+def raw(array: np.ndarray) -> memoryview:
+    """The bytes of a contiguous array, not copied."""
+    return array.reshape(-1).view(np.uint8).data
+
+
 def compress(piece: np.ndarray, codec: str) -> bytes | memoryview:
     """Encoded body of a contiguous piece, without checksum."""
     if codec == "none":
-        return memoryview(piece.reshape(-1).view(np.uint8))
-    return _blosc(codec).encode(piece.reshape(-1))
+        return raw(piece)
+    encoded: bytes = _blosc(codec).encode(piece.reshape(-1))
+    return encoded
 
 
 def decode(body: memoryview, record: tuple[int, int, int], out: np.ndarray, layout: ArrayLayout, name: str) -> None:
@@ -165,8 +170,9 @@ def decode(body: memoryview, record: tuple[int, int, int], out: np.ndarray, layo
         raise Damaged(f"{name}: bytes {record[0]} to {record[0] + record[1]} differ from the recorded checksum")
     flat = out.reshape(-1).view(np.uint8)
     if layout.codec == "none":
-        if body.obj is not out:
-            flat[:] = np.frombuffer(body, np.uint8)
+        encoded = np.frombuffer(body, np.uint8)
+        if not np.may_share_memory(encoded, flat):
+            flat[:] = encoded
         return
     _blosc(layout.codec).decode(body, flat)
 

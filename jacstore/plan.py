@@ -1,4 +1,4 @@
-"""In: sizes and budgets, as integers. Out: what will be stored and read, decided before any work and refused if too much.
+"""In: sizes and budgets, as integers. Out: what will be stored and read, decided and refused before any work.
 
 Two plans. A `StorePlan` cuts N examples into units and P columns into pieces. A `GramPlan` cuts the kernel into tiles,
 tiles into groups whose accumulators fit in memory together, and columns into slabs; it counts bytes, passes and flops.
@@ -6,6 +6,7 @@ tiles into groups whose accumulators fit in memory together, and columns into sl
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -208,7 +209,7 @@ class GramPlan:
         start, stop = columns
         first = start // self.piece_columns * self.piece_columns
         borders = [start, *range(first + self.slab_columns, stop, self.slab_columns), stop]
-        return list(zip(borders[:-1], borders[1:], strict=True))
+        return list(itertools.pairwise(borders))
 
     def tile_shape(self, i: int, j: int) -> tuple[int, ...]:
         """Shape of the accumulator of tile (i, j)."""
@@ -387,7 +388,7 @@ def _tile_sizes(mode: str, rows: Side, cols: Side, n_outputs: int, share: int) -
     """Tile edges in examples to try, largest first: about `TILE_ROWS` kernel rows, less when memory is short."""
     n = max(rows.n_examples, cols.n_examples)
     per_example = n_outputs if mode == "full" else 1
-    sizes = []
+    sizes: list[int] = []
     edge = max(TILE_ROWS, -(-n * per_example // math.isqrt(MAX_FILES)))
     while edge >= 16:
         size = _even(n, max(1, min(n, edge // per_example)))
@@ -542,4 +543,4 @@ def _split_columns(
         target = part * n_columns / wanted
         borders.add(min(allowed, key=lambda border: abs(border - target)))
     ordered = sorted(borders)
-    return tuple(zip(ordered[:-1], ordered[1:], strict=True))
+    return tuple(itertools.pairwise(ordered))

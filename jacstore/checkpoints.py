@@ -1,0 +1,73 @@
+"""In: the accumulators of a running item. Out: files that let the item go on after a kill."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import numpy as np
+from crc32c import crc32c
+
+from jacstore.errors import Damaged
+from jacstore.files import Folder
+from jacstore.kernel import Kernel
+from jacstore.pieces import raw
+
+# Checkpoints may take this share of the time; a kill then loses at most their cost divided by it.
+CHECKPOINT_SHARE = 0.05
+# What writing a first checkpoint is taken to cost, in bytes a second, until one has been timed.
+CHECKPOINT_SPEED = 3e8
+
+
+class Checkpoints:
+    """Accumulators of a running item in two alternating files, each valid once its record is there."""
+
+    def __init__(self, kernel: Kernel, item: int, shapes: list[tuple[int, ...]]) -> None:
+        self.kernel, self.item, self.shapes = kernel, item, shapes
+        self.cost = 8 * sum(int(np.prod(shape)) for shape in shapes) / CHECKPOINT_SPEED
+        self.turn = 0
+        self.last = time.perf_counter()
+
+    def due(self) -> bool:
+        """Whether checkpoints keep within their share of the time if one is written now."""
+        return isinstance(self.kernel.files, Folder) and time.perf_counter() - self.last > self.cost / CHECKPOINT_SHARE
+
+    def save(self, slab: int, totals: list[np.ndarray]) -> None:
+        """Write the sums over all slabs before `slab`."""
+        if not isinstance(self.kernel.files, Folder) or slab == 0:
+            return
+        started = time.perf_counter()
+        kind, name = f"checkpoint-{self.turn}", f"checkpoints/item-{self.item:07d}-{self.turn}.bin"
+        self.kernel.ledger.forget(kind, self.item)
+        views = [raw(np.ascontiguousarray(t)) for t in totals]
+        self.kernel.files.write(name, views)
+        self.kernel.files.sync_folders([name])
+        self.kernel.ledger.record(kind, self.item, {"slab": slab, "checksums": [crc32c(view) for view in views]})
+        self.turn = 1 - self.turn
+        self.last = time.perf_counter()
+        self.cost = self.last - started
+
+    def load(self) -> tuple[int, list[np.ndarray]]:
+        """The newest valid checkpoint: its slab and sums; slab 0 and nothing if there is none."""
+        found = []
+        for turn in (0, 1):
+            with contextlib.suppress(Damaged, KeyError):
+                record = self.kernel.ledger.read(f"checkpoint-{turn}", self.item)
+                found.append((record["slab"], turn, record["checksums"]))
+        for slab, turn, checksums in sorted(found, reverse=True):
+            totals = [np.empty(shape) for shape in self.shapes]
+            views = [raw(total) for total in totals]
+            offsets = np.cumsum([0, *(len(view) for view in views[:-1])])
+            with contextlib.suppress(Damaged):
+                name = f"checkpoints/item-{self.item:07d}-{turn}.bin"
+                self.kernel.files.read_into(name, list(zip(map(int, offsets), views, strict=True)))
+                if [crc32c(view) for view in views] == checksums:
+                    self.turn = 1 - turn
+                    return slab, totals
+        return 0, []
+
+    def clear(self) -> None:
+        """Remove what is no longer needed."""
+        for turn in (0, 1):
+            self.kernel.ledger.forget(f"checkpoint-{turn}", self.item)
+            self.kernel.files.remove(f"checkpoints/item-{self.item:07d}-{turn}.bin")

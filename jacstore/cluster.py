@@ -1,0 +1,99 @@
+"""In: items to run. Out: their counts, run by Dask on threads here, on local processes or on a cluster elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import dask
+from dask.base import compute
+from dask.delayed import delayed
+from distributed import Client, LocalCluster, wait
+
+from jacstore.errors import Interrupted, Refused
+from jacstore.item import Work, run_item
+from jacstore.progress import ItemDone, Listener
+
+
+def on_threads(work: Work, todo: list[int], listener: Listener, stop: Callable[[], bool]) -> list[dict[str, Any]]:
+    """One item after the other, each on all cores: BLAS has the threads."""
+
+    def one(number: int) -> dict[str, Any]:
+        if stop():
+            raise Interrupted("interrupted before an item")
+        result = run_item(work, number, listener, stop)
+        listener(ItemDone(item=number))
+        return result
+
+    tasks = [delayed(one, pure=False)(number) for number in todo]
+    return list(compute(*tasks, scheduler="threads", num_workers=1))
+
+
+def on_cluster(
+    client: Any, work: Work, todo: list[int], listener: Listener, stop: Callable[[], bool]
+) -> list[dict[str, Any]]:
+    """Items on worker processes; a worker that dies is replaced and its items run again."""
+    token = os.urandom(4).hex()
+    futures = [
+        client.submit(run_item, work, number, key=f"jacstore-item-{number}-{token}", pure=False) for number in todo
+    ]
+    results = []
+    try:
+        pending = set(futures)
+        while pending:
+            if stop():
+                raise Interrupted("interrupted")
+            ready = {future for future in pending if future.done()}
+            for future in ready:
+                results.append(future.result())
+                listener(ItemDone(item=results[-1]["item"]))
+            pending -= ready
+            if pending and not ready:
+                # Signals are noticed between waits.
+                with contextlib.suppress(TimeoutError):
+                    wait(pending, timeout=0.2, return_when="FIRST_COMPLETED")
+    finally:
+        client.cancel(futures)
+    return results
+
+
+@contextlib.contextmanager
+def connect(address: str) -> Iterator[Any]:
+    try:
+        client = Client(address, timeout="10s")
+    except (OSError, ValueError) as error:
+        raise Refused(f"--scheduler {address}: no Dask scheduler answers there ({error}) (scheduler=)") from error
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+@contextlib.contextmanager
+def cluster_at(scheduler: str, workers: int) -> Iterator[Any]:
+    """A client of a cluster: a local one of single-threaded spawned processes, or the one at an address."""
+    if scheduler != "processes":
+        with connect(scheduler) as client:
+            yield client
+        return
+    settings = {
+        "distributed.worker.multiprocessing-method": "spawn",
+        "distributed.nanny.pre-spawn-environ": {},
+        "distributed.admin.low-level-log-length": 0,
+    }
+    with (
+        dask.config.set(settings),
+        LocalCluster(
+            n_workers=workers,
+            threads_per_worker=1,
+            processes=True,
+            dashboard_address=None,
+            # jacstore keeps its own budget; a killed worker would only repeat its item.
+            memory_limit=0,
+            silence_logs=40,
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        yield client

@@ -1,0 +1,125 @@
+"""In: a problem's parameters, function and choices. Out: the fields of its fingerprint, JSON-able.
+
+The text of a jaxpr names arrays that it closes over but does not hold their values: they are hashed apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from jacstore.blame import kind_of, naming
+from jacstore.outputs import Flat
+from jacstore.parameters import Parameters
+from jacstore.pytrees import dtype_of, native, paths_and_leaves
+
+
+def _requested(problem: Problem, parameters: Parameters, first: Any, jaxpr: ClosedJaxpr) -> dict[str, Any]:
+    text = re.sub(r" at 0x[0-9a-fA-F]+", "", str(jaxpr))
+    return {
+        "parameters": hash_parameters(problem.params),
+        "function": hashlib.sha256(text.encode()).hexdigest(),
+        "constants": hash_constants(jaxpr),
+        "outputs": problem.outputs if isinstance(problem.outputs, str) else list(problem.outputs),
+        "selection": [leaf.path for leaf in parameters.leaves],
+        "inputs": [[path, list(leaf.shape[1:]), str(leaf.dtype)] for path, leaf in paths_and_leaves(first)],
+        "examples": problem.n_examples,
+    }
+
+
+def derivative(parameters: Parameters, flat: Flat, example: Any) -> ClosedJaxpr:
+    """Outputs and VJP of one example as a jaxpr, so that custom derivative rules are inside.
+
+    Its arguments are the parameters in tree order whatever is selected: another selection is the same function.
+    """
+    streams = {"selected": iter(parameters.selected), "rest": iter(parameters.rest)}
+    roles = [role for role in parameters.roles if role != "fixed"]
+    arrays = [next(streams[role]) for role in roles]
+
+    def trace(moving: list[int]) -> ClosedJaxpr:
+        def value_and_vjp(arrays: list[Any], example: Any) -> Any:
+            def outputs(moved: list[Any]) -> jax.Array:
+                whole = dict(enumerate(arrays)) | dict(zip(moving, moved, strict=True))
+                groups = [[whole[i] for i, role in enumerate(roles) if role == kind] for kind in ("selected", "rest")]
+                return flat(groups[0], groups[1], example)
+
+            value, pull = jax.vjp(outputs, [arrays[i] for i in moving])
+            return value, pull(jnp.ones_like(value))
+
+        return jax.make_jaxpr(value_and_vjp)(arrays, example)
+
+    floating = [i for i, array in enumerate(arrays) if jnp.issubdtype(array.dtype, np.floating)]
+    selected = [i for i, role in enumerate(roles) if role == "selected"]
+    if floating != selected:
+        # What is left out may be without a derivative (a frozen backbone in a callback): then the selected ones do.
+        with suppress(Exception):
+            return trace(floating)
+    with naming("apply cannot be differentiated:", "change apply=, or leave the leaf out by select="):
+        return trace(selected)
+
+
+def hash_parameters(params: Any) -> str:
+    digest = hashlib.sha256()
+    for path, leaf in paths_and_leaves(params):
+        digest.update(f"{path}\n".encode())
+        if dtype_of(leaf) is not None:
+            _update(digest, leaf)
+        else:
+            # The address in the text of a function is another one in the next process.
+            plain = leaf is None or isinstance(leaf, (str, bytes, int))
+            name = getattr(leaf, "__qualname__", type(leaf).__qualname__)
+            digest.update(f"{kind_of(leaf)} {leaf if plain else name}\n".encode())
+    return digest.hexdigest()
+
+
+def _update(digest: Any, leaf: Any) -> None:
+    """Add type, shape and bytes of an array."""
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    array = np.asarray(leaf)
+    digest.update(f"{array.dtype.name} {array.shape}\n".encode())
+    digest.update(np.ascontiguousarray(native(array)).reshape(-1).view(np.uint8))
+
+
+def hash_constants(jaxpr: ClosedJaxpr) -> str:
+    """Hash the arrays that a jaxpr closes over, wherever they hang."""
+    known: dict[int, bytes] = {}  # of each inner jaxpr, which may be shared by many equations
+
+    def hash_of(value: Any) -> bytes:
+        if isinstance(value, (ClosedJaxpr, Jaxpr)):
+            if id(value) not in known:
+                known[id(value)] = b"".join(hash_of(part) for part in _parts(value))
+            inner = known[id(value)]
+            return hashlib.sha256(inner).digest() if inner else b""
+        if isinstance(value, (dict, list, tuple)):
+            return b"".join(hash_of(part) for part in (value.values() if isinstance(value, dict) else value))
+        if not hasattr(value, "__array__") or isinstance(value, type):
+            return b""
+        array = hashlib.sha256()
+        _update(array, value)
+        return array.digest()
+
+    return hashlib.sha256(hash_of(jaxpr)).hexdigest()
+
+
+def _parts(jaxpr: ClosedJaxpr | Jaxpr) -> Iterator[Any]:
+    """What may hold arrays in a jaxpr; newer JAX has one class for closed and open ones."""
+    yield from getattr(jaxpr, "consts", ())
+    body = getattr(jaxpr, "jaxpr", jaxpr)
+    for equation in body.eqns:
+        yield from _literal_arrays(equation.invars)
+        yield from (equation.params[name] for name in sorted(equation.params))
+    yield from _literal_arrays(body.outvars)
+
+
+def _literal_arrays(variables: Sequence[Any]) -> Iterator[Any]:
+    """Array-valued literals; the text of a jaxpr holds the values of scalar ones and counts as the function's."""
+    return (variable.val for variable in variables if isinstance(variable, Literal) and np.ndim(variable.val))

@@ -1,0 +1,266 @@
+"""In: stores, a plan and the number of an item. Out: its tiles, or its partial sums, on disk.
+
+An item owns the accumulators of a group of tiles over a range of columns. While one slab is multiplied the next is
+read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import threadpoolctl
+from crc32c import crc32c
+
+from jacstore import machine
+from jacstore.checkpoints import Checkpoints
+from jacstore.engine import BlasEngine, Engine, symmetrize
+from jacstore.errors import Damaged, Interrupted, JacstoreError
+from jacstore.kernel import Kernel
+from jacstore.pieces import raw
+from jacstore.plan import GramPlan, Group, Item, merge_ranges
+from jacstore.progress import CheckpointDone, Listener, SlabDone, silent
+from jacstore.store import JacobianStore
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What an item needs, small enough to send to another process: stores and kernel travel as their paths."""
+
+    rows: JacobianStore
+    cols: JacobianStore | None
+    kernel: Kernel
+    threads: int | None
+    device_memory: int | None
+
+    def engine(self) -> Engine:
+        resolved = self.kernel.resolved
+        return make_engine(resolved["engine"], resolved["precision"], self.rows.dtype, self.device_memory)
+
+
+def run_item(
+    work: Work, number: int, listener: Listener = silent, stop: Callable[[], bool] = lambda: False
+) -> dict[str, Any]:
+    """Compute one item and leave its result on disk; returns counts and seconds.
+
+    An item may run twice, after a worker died: it writes the same bytes to the same places.
+    """
+    with threadpoolctl.threadpool_limits(work.threads, "blas"):
+        try:
+            return _Run(work, work.kernel.plan.items[number], listener, stop).run()
+        except JacstoreError:
+            raise
+        except Exception as error:
+            group = work.kernel.plan.groups[work.kernel.plan.items[number].group]
+            error.add_note(f"in item {number}: tiles {group.rows} x {group.cols}")
+            raise
+
+
+class _Run:
+    """One item being computed."""
+
+    def __init__(self, work: Work, item: Item, listener: Listener, stop: Callable[[], bool]) -> None:
+        self.work, self.item, self.listener, self.stop = work, item, listener, stop
+        self.kernel, self.plan = work.kernel, work.kernel.plan
+        self.group = self.plan.groups[item.group]
+        self.tiles = self.plan.tiles_of(self.group)
+        self.engine = work.engine()
+        self.times = {"seconds_read": 0.0, "seconds_compute": 0.0, "seconds_write": 0.0}
+        self.checkpoints = Checkpoints(self.kernel, item.number, [self.plan.tile_shape(i, j) for i, j in self.tiles])
+        self.leaves = self._leaf_ranges()
+        self.partial_facts: dict[str, Any] = {}
+
+    def _leaf_ranges(self) -> list[tuple[int, int, int]]:
+        """(index, first, last) of the columns that are summed apart: each leaf's with by-leaf, else all."""
+        first, last = self.item.columns
+        if not self.kernel.leaves:
+            return [(0, first, last)]
+        leaves = [(n, f.offset, f.offset + f.size) for n, f in enumerate(self.work.rows.leaves)]
+        return [(n, a, b) for n, a, b in leaves if first <= a and b <= last]
+
+    def run(self) -> dict[str, Any]:
+        read_before = self._bytes()
+        slabs = self.plan.slabs(self.item.columns)
+        first, totals = self.checkpoints.load()
+        begin = self._tiles_begin(slabs, first)
+        totals = [self.engine.restore(t) for t in totals] if totals else self._zeros()
+        source = _Slabs(self.work.rows, self.work.cols, self.plan, self.group, self.engine.slab_dtype)
+        with contextlib.closing(source.read(slabs[first:])) as stream:
+            for index, ((a, b), buffers, waited) in enumerate(stream, start=first):
+                if self.stop():
+                    self.checkpoints.save(index, [self.engine.fetch(t) for t in totals])
+                    raise Interrupted(f"interrupted in item {self.item.number}, slab {index} of {len(slabs)}")
+                self.times["seconds_read"] += waited
+                started = time.perf_counter()
+                operands = [self.engine.load(buffer) for buffer in buffers]
+                for leaf, c, d in self.leaves:
+                    if max(a, c) >= min(b, d):
+                        continue
+                    self._add(totals, operands, slice(max(a, c) - a, min(b, d) - a))
+                    if d <= b:
+                        self.times["seconds_compute"] += time.perf_counter() - started
+                        if leaf >= begin:
+                            self._finish_leaf(leaf, totals)
+                        started = time.perf_counter()
+                        totals = self._zeros() if self.leaves[-1][0] != leaf else totals
+                self.times["seconds_compute"] += time.perf_counter() - started
+                self.listener(SlabDone(item=self.item.number, slab=index, bytes_read=sum(x.nbytes for x in buffers)))
+                if index + 1 < len(slabs) and self.checkpoints.due():
+                    self.checkpoints.save(index + 1, [self.engine.fetch(t) for t in totals])
+                    self.listener(CheckpointDone(item=self.item.number, slab=index + 1))
+        files_read, decoded = (after - before for after, before in zip(self._bytes(), read_before, strict=True))
+        facts = {"bytes_read": files_read, "decoded_bytes": decoded, "slabs": len(slabs) - first, **self.times}
+        self.kernel.ledger.record("item", self.item.number, {**facts, **self.partial_facts})
+        self.checkpoints.clear()
+        return {"item": self.item.number, "peak_rss": machine.peak_rss(), **facts}
+
+    def _tiles_begin(self, slabs: list[tuple[int, int]], first: int) -> int:
+        """The first leaf that is still to be finished; those before it ended before the checkpoint."""
+        if first >= len(slabs):
+            return 0
+        return min((leaf for leaf, _, last in self.leaves if last > slabs[first][0]), default=0)
+
+    def _bytes(self) -> tuple[int, int]:
+        stores = {id(s): s for s in (self.work.rows, self.work.cols) if s is not None}.values()
+        return sum(s.files.bytes_read for s in stores), sum(s.decoded_bytes_read for s in stores)
+
+    def _zeros(self) -> list[Any]:
+        return [self.engine.zeros(self.plan.tile_shape(i, j)) for i, j in self.tiles]
+
+    def _add(self, totals: list[Any], operands: list[Any], columns: slice) -> None:
+        """Add the product of one slab to every tile of the group."""
+        plan, side = self.plan, operands[-1]
+        origin = self._origins()
+        for index, (i, j) in enumerate(self.tiles):
+            a, b = plan.rows.examples(plan.tile, i, i + 1)
+            c, d = plan.cols.examples(plan.tile, j, j + 1)
+            rows, cols = slice(a - origin[0], b - origin[0]), slice(c - origin[1], d - origin[1])
+            totals[index] = self.engine.add(plan.mode, totals[index], operands[0], rows, side, cols, columns)
+
+    def _origins(self) -> tuple[int, int]:
+        """First example of the slab that holds the rows, and of the one that holds the columns."""
+        ranges = _ranges(self.plan, self.group)
+        return ranges[0][1], ranges[-1][1]
+
+    def _finish_leaf(self, leaf: int, totals: list[Any]) -> None:
+        """Write the tiles of a finished sum, or the partial sum where columns are split over items."""
+        started = time.perf_counter()
+        host = [self.engine.fetch(total) for total in totals]
+        if len(self.plan.splits) > 1 and not self.kernel.leaves:
+            name = partial_name(self.item.number)
+            checksums = [crc32c(raw(t)) for t in host]
+            self.kernel.files.write(name, [raw(t) for t in host])
+            self.kernel.files.sync_folders([name])
+            self.partial_facts = {"checksums": checksums}
+        else:
+            write_tiles(self.kernel, self.item.group, leaf, zip(self.tiles, host, strict=True))
+        self.times["seconds_write"] += time.perf_counter() - started
+
+
+def partial_name(item: int) -> str:
+    """File of an item's partial sums."""
+    return f"partials/item-{item:07d}.bin"
+
+
+def write_tiles(kernel: Kernel, group: int, leaf: int, tiles: Any) -> None:
+    """Write the tiles of a group for one leaf and mark them as finished."""
+    records: dict[str, Any] = {}
+    count = 0
+    for (i, j), total in tiles:
+        tile = symmetrize(kernel.mode, total) if kernel.plan.symmetric and i == j else total
+        records |= kernel.write_tile(leaf, i, j, tile.astype(kernel.dtype, copy=False))
+        count += 1
+    kernel.files.sync_folders(records)
+    number = group * len(kernel.layouts) + leaf
+    kernel.ledger.record("tiles", number, {"tiles": count, "files": records})
+
+
+def finish_group(work: Work, group: int, _after: Any = None) -> dict[str, Any]:
+    """Add up the partial sums of a group in item order and write its tiles."""
+    kernel, plan = work.kernel, work.kernel.plan
+    started = time.perf_counter()
+    items = [item for item in plan.items if item.group == group]
+    records = [kernel.ledger.read("item", item.number) for item in items]
+
+    def sums() -> Iterator[tuple[tuple[int, int], np.ndarray]]:
+        offset = 0
+        for index, (i, j) in enumerate(plan.tiles_of(plan.groups[group])):
+            total = np.zeros(plan.tile_shape(i, j))
+            for item, record in zip(items, records, strict=True):
+                part = np.empty(total.shape)
+                view = raw(part)
+                try:
+                    kernel.files.read_into(partial_name(item.number), [(offset, view)])
+                    if crc32c(view) != record["checksums"][index]:
+                        raise Damaged(f"{partial_name(item.number)} differs from its recorded checksum")
+                except Damaged as error:
+                    kernel.ledger.forget("item", item.number)
+                    raise Damaged(f"{kernel.path}: {error}; run the same gram again to recompute this item") from error
+                total += part
+            offset += total.nbytes
+            yield (i, j), total
+
+    write_tiles(kernel, group, 0, sums())
+    for item in items:
+        kernel.files.remove(partial_name(item.number))
+    return {"group": group, "seconds_write": time.perf_counter() - started}
+
+
+def _ranges(plan: GramPlan, group: Group) -> list[tuple[int, int, int]]:
+    """(side, first example, last example) to read for a group; side 0 is the rows' store, 1 the columns'."""
+    rows = plan.rows.examples(plan.tile, *group.rows)
+    cols = plan.cols.examples(plan.tile, *group.cols)
+    merged = merge_ranges(plan.rows, rows, plan.cols, cols, plan.symmetric)
+    return [(0 if plan.symmetric else n, a, b) for n, (_, a, b) in enumerate(merged)]
+
+
+class _Slabs:
+    """Slabs of a group's rows, the next one being read while the caller multiplies."""
+
+    def __init__(
+        self, rows: JacobianStore, cols: JacobianStore | None, plan: GramPlan, group: Group, dtype: np.dtype[Any]
+    ) -> None:
+        stores = (rows, cols or rows)
+        self.sources = [(stores[side], a, b) for side, a, b in _ranges(plan, group)]
+        width = min(plan.slab_columns, plan.n_columns)
+        self.buffers = [
+            [np.empty((b - a) * plan.n_outputs * width, dtype) for _, a, b in self.sources] for _ in range(2)
+        ]
+        self.n_outputs = plan.n_outputs
+
+    def read(
+        self, slabs: list[tuple[int, int]]
+    ) -> Generator[tuple[tuple[int, int], list[np.ndarray], float], None, None]:
+        """Yield column range, one array `(n, K, w)` for each source, and the seconds waited for them."""
+        with ThreadPoolExecutor(1, "jacstore-slab") as pool:
+            pending = pool.submit(self._fill, slabs[0], 0) if slabs else None
+            for index, slab in enumerate(slabs):
+                started = time.perf_counter()
+                assert pending is not None
+                ready = pending.result()
+                waited = time.perf_counter() - started
+                if index + 1 < len(slabs):
+                    pending = pool.submit(self._fill, slabs[index + 1], (index + 1) % 2)
+                yield slab, ready, waited
+
+    def _fill(self, slab: tuple[int, int], turn: int) -> list[np.ndarray]:
+        filled = []
+        for (store, a, b), buffer in zip(self.sources, self.buffers[turn], strict=True):
+            width = slab[1] - slab[0]
+            view = buffer[: (b - a) * self.n_outputs * width].reshape(b - a, self.n_outputs, width)
+            store.read_rows(a, b, *slab, view)
+            filled.append(view)
+        return filled
+
+
+def make_engine(name: str, precision: str, stored: str, device_memory: int | None) -> Engine:
+    if name == "blas":
+        return BlasEngine(precision)
+    from jacstore.engine_xla import XlaEngine
+
+    return XlaEngine(precision, stored, device_memory)

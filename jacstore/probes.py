@@ -1,0 +1,106 @@
+"""In: a function and example 0. Out: nothing, or the refusal of what is no function of params and one example."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jacstore.errors import ProbeFailed
+from jacstore.identity import same_program
+from jacstore.outputs import Flat, calling, first_of_batch, flatten_outputs
+from jacstore.parameters import Parameters
+
+
+def probe(problem: Problem, parameters: Parameters, flat: Flat, example: Any) -> None:
+    """Check on example 0 that outputs are finite, repeatable, and those of one example."""
+    finite = all(_finite(leaf) for leaf in jax.tree_util.tree_leaves(example))
+    # A non-finite example is the build's to report; with its holes filled the other two probes still mean something.
+    example = jax.tree_util.tree_map(_filled, example)
+    with calling(example):
+        once = _evaluate(flat, parameters, example)
+        # A jit inside apply keeps what it traced, and with it the first call's noise: forget it.
+        jax.clear_caches()
+        again = _evaluate(flat, parameters, example)
+    if finite and not _finite(once):
+        k = int(np.argmin(np.isfinite(once.astype(np.float64))))
+        named = zip(parameters.leaves, parameters.selected, strict=True)
+        bad = [leaf.path for leaf, value in named if not _finite(value)]
+        cause = f"params leaf {bad[0]!r} is not finite either" if bad else "its input is finite"
+        raise ProbeFailed(
+            f"output {k} of example 0 is {once[k]}, {cause}; outputs have to be finite; change apply= or params="
+        )
+    if not _same_call(once, again):
+        raise ProbeFailed(
+            "outputs change from call to call (dropout? noise?); they have to depend on params and example alone; "
+            "switch it off (eval mode) or close over a fixed random key in apply="
+        )
+    if problem.batched:
+        _probe_batch(problem, parameters, example, once)
+
+
+def _evaluate(flat: Flat, parameters: Parameters, example: Any) -> np.ndarray:
+    def anew(selected: list[Any], rest: list[Any], example: Any) -> jax.Array:
+        return flat(selected, rest, example)
+
+    # jit caches by function: one that is new is traced anew.
+    return np.asarray(jax.jit(anew)(parameters.selected, parameters.rest, example))
+
+
+def _probe_batch(problem: Problem, parameters: Parameters, example: Any, alone: np.ndarray) -> None:
+    """Compare example 0 alone with example 0 beside another one; beside itself would hide BatchNorm."""
+    batch = jax.tree_util.tree_map(lambda leaf: np.stack([leaf, _perturbed(np.asarray(leaf))]), example)
+
+    def flat(selected: list[Any], rest: list[Any], batch: Any) -> jax.Array:
+        return flatten_outputs(first_of_batch(problem.apply(parameters.join(selected, rest), batch), 2))
+
+    with calling(example):
+        beside = _evaluate(flat, parameters, batch)
+    if not (alone.shape == beside.shape and _close(alone, beside)):
+        raise ProbeFailed(
+            "outputs depend on the other examples of the batch (BatchNorm in training mode?); they have to depend on "
+            "one example; use eval mode, or close over the statistics in apply="
+        )
+
+
+def _finite(array: Any) -> bool:
+    array = np.asarray(array)
+    return not jnp.issubdtype(array.dtype, np.floating) or bool(np.isfinite(array.astype(np.float64)).all())
+
+
+def _filled(leaf: np.ndarray) -> np.ndarray:
+    return leaf if _finite(leaf) else np.where(np.isfinite(leaf.astype(np.float64)), leaf, 0).astype(leaf.dtype)
+
+
+def _same_call(once: np.ndarray, again: np.ndarray) -> bool:
+    """Equal to the bit on a CPU; accelerators add scattered values in any order, so there up to rounding."""
+    if once.tobytes() == again.tobytes():
+        return True
+    return jax.default_backend() != "cpu" and _close(once, again)
+
+
+def _close(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether `‖a - b‖ <= sqrt(eps) ‖a‖` (3e-4 in float32).
+
+    Products over a batch of two may add in another order than over one, an error of some eps; a coupling of examples
+    moves the outputs by about their own size, because the perturbation does so to the inputs.
+    """
+    tolerance = float(jnp.finfo(a.dtype).eps) ** 0.5
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+        return bool(np.array_equal(a, b, equal_nan=True))
+    return bool(np.linalg.norm(a - b) <= tolerance * max(np.linalg.norm(a), np.linalg.norm(b)))
+
+
+def _perturbed(leaf: np.ndarray) -> np.ndarray:
+    """Another example of the same kind: far away if floating, of values that occur if integer (they may be indices)."""
+    if jnp.issubdtype(leaf.dtype, np.inexact):
+        with np.errstate(over="ignore"):
+            return (1 + 2 * leaf).astype(leaf.dtype)
+    if leaf.dtype == np.bool_:
+        return ~leaf
+    flipped = np.flip(leaf)
+    return flipped if (flipped != leaf).any() else np.where(leaf > 0, leaf - 1, leaf + 1).astype(leaf.dtype)

@@ -1,0 +1,410 @@
+"""In: rows of examples, a unit at a time, whoever computed them. Out: units on disk or in RAM, marked when durable.
+
+Protocol of a unit: sweep what a dead attempt left; write and flush its files; flush the folders; then one record with
+the size and checksum of everything, put in place by rename. Only the record makes the unit exist.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jacstore import hierarchy, machine
+from jacstore.errors import Mismatch, NonFinite, Refused
+from jacstore.files import Files, Folder
+from jacstore.ledger import FOLDER, Lock, compare_requested
+from jacstore.machine import format_size
+from jacstore.pieces import CODECS, ArrayLayout, FileEncoder, FileRecord
+from jacstore.plan import IO_THREADS, StorePlan, plan_store
+from jacstore.progress import Listener, UnitDone, silent
+from jacstore.store import DTYPES, JacobianStore, from_bfloat16, storage_dtype, to_bfloat16
+from jacstore.terms import Leaf, dense_leaves
+
+ARRAYS = ("rows", "outputs", "norms")
+
+
+class StoreWriter:
+    """The public door for rows, whoever computes them: `with StoreWriter(...) as writer: writer.write_unit(...)`.
+
+    Opening it again with the same arguments continues; `missing` lists what is left.
+
+    Parameters
+    ----------
+    path
+        Folder of the store; None or "memory://" for RAM.
+    leaves
+        `(path, shape)` pairs or a mapping, in column order; or `Leaf` objects.
+    n_examples, n_outputs
+        N and K.
+    dtype, codec, unit_size, memory
+        As for `jacstore.build`. `codec` is none, lz4 or zstd.
+    requested
+        Further facts that decide the rows; opening the store again with others is refused.
+    """
+
+    def __init__(
+        self,
+        path: str | Path | None,
+        leaves: Sequence[Any] | Mapping[str, tuple[int, ...]],
+        n_examples: int,
+        n_outputs: int,
+        *,
+        dtype: str = "float32",
+        codec: str = "none",
+        unit_size: int | None = None,
+        memory: int | str | None = None,
+        outputs_dtype: str = "float64",
+        requested: Mapping[str, Any] | None = None,
+        left_out: Sequence[tuple[str, str]] = (),
+        part: tuple[int, int] = (1, 1),
+        allow_nonfinite: bool = False,
+        overwrite: bool = False,
+        listener: Listener = silent,
+    ) -> None:
+        self.leaves = _as_leaves(leaves)
+        budget = machine.default_memory(memory)
+        if dtype not in DTYPES:
+            raise Refused(f"--dtype {dtype}: allowed are {', '.join(DTYPES)} (dtype=)")
+        if codec not in CODECS:
+            raise Refused(f"--codec {codec}: allowed are {', '.join(CODECS)} (codec=)")
+        if n_examples < 1 or n_outputs < 1 or not self.leaves:
+            raise Refused(f"{n_examples} examples x {n_outputs} outputs x {len(self.leaves)} leaves: none may be 0")
+        if unit_size is not None and unit_size < 1:
+            raise Refused(f"--unit-size {unit_size}: must be at least 1 (unit_size=)")
+        self.where = "memory://" if path is None else str(path)
+        self.files = hierarchy.place(path, budget)
+        self.dtype, self.listener, self.allow_nonfinite = dtype, listener, allow_nonfinite
+        wanted = {
+            "leaves": [[leaf.path, list(leaf.shape)] for leaf in self.leaves],
+            "n_examples": n_examples,
+            "n_outputs": n_outputs,
+            "dtype": dtype,
+            **(requested or {}),
+        }
+        with hierarchy.creating(self.files, self.where, ARRAYS, overwrite, listener):
+            if self.files.size(hierarchy.ROOT) is None:
+                plan = plan_store(
+                    n_examples=n_examples,
+                    n_outputs=n_outputs,
+                    n_columns=sum(leaf.size for leaf in self.leaves),
+                    itemsize=np.dtype(storage_dtype(dtype)).itemsize,
+                    memory=budget,
+                    unit_size=unit_size,
+                )
+                self._refuse_small_disk(plan)
+                self._create(plan, codec, outputs_dtype, wanted, left_out)
+            self.store = JacobianStore(self.files, self.where)
+            compare_requested(self.where, self.store.requested, wanted)
+        if unit_size is not None and unit_size != self.store.unit_size and unit_size < n_examples:
+            raise Mismatch(
+                f"{self.where}: unit_size: {self.store.unit_size} -> {unit_size}; repeat the first --unit-size "
+                "(unit_size=) or start anew with --overwrite (overwrite=True)"
+            )
+        self.units = _units_of_part(self.store.n_units, part)
+        self._lock: Lock | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._done = set(self.store.ledger.done("unit"))
+
+    def __enter__(self) -> StoreWriter:
+        if isinstance(self.files, Folder) and self.units:
+            self._lock = Lock(self.files, self.units.start, self.units.stop - 1, self.listener).__enter__()
+        self._done = set(self.store.ledger.done("unit"))
+        self._recheck()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+        if self._lock is not None:
+            self._lock.__exit__(*exception)
+
+    @property
+    def missing(self) -> list[tuple[int, int]]:
+        """Example ranges of this part's units that are not finished, in order."""
+        return [self.store.unit_range(unit) for unit in self.units if unit not in self._done]
+
+    def _recheck(self) -> None:
+        """Make units unfinished again whose files are gone or torn, or which a reader found damaged."""
+        suspects = set(self.store.ledger.done("suspect"))
+        for unit in sorted(self._done.intersection(self.units)):
+            bad = self.store.check_unit(unit) if unit in suspects else not self.store.sizes_match(unit)
+            if bad:
+                self.store.ledger.forget("unit", unit)
+                self._done.discard(unit)
+        for unit in suspects.intersection(self.units):
+            self.store.ledger.forget("suspect", unit)
+
+    def write_unit(
+        self,
+        start: int,
+        rows: Mapping[str, np.ndarray],
+        *,
+        outputs: np.ndarray | None = None,
+        norms: np.ndarray | None = None,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Store one unit and mark it as finished.
+
+        Parameters
+        ----------
+        start
+            First example of the unit; see `missing`.
+        rows
+            For each leaf path an array `(n, K, *shape)`, n examples; bfloat16 may come as uint16.
+        outputs
+            `(n, K)`; NaN if not given.
+        norms
+            Squared row norms `(n, K, L)` before rounding; computed from `rows` in float64 if not given.
+
+        Raises
+        ------
+        Refused
+            If the unit is not one of this writer's or is finished already, or an array has the wrong shape.
+        NonFinite
+            If a row holds NaN or infinity, naming the examples.
+        """
+        store = self.store
+        unit, rest = divmod(start, store.unit_size)
+        if rest or unit not in self.units:
+            raise Refused(f"start {start}: no unit of this writer begins there; `missing` lists those to write")
+        if unit in self._done:
+            raise Refused(
+                f"examples {start} to {store.unit_range(unit)[1] - 1} are stored already; `missing` lists the rest"
+            )
+        count = store.unit_range(unit)[1] - start
+        arrays = self._check_arrays(rows, count)
+        norms = _norms(arrays) if norms is None else np.asarray(norms, np.float64)
+        nonfinite = self._nonfinite(start, arrays, norms)
+        if outputs is None:
+            outputs = np.full((count, store.n_outputs), np.nan)
+        self._sweep(unit)
+        small = {"outputs": np.asarray(outputs).reshape(count, store.n_outputs), "norms": norms}
+        if small["norms"].shape != (count, store.n_outputs, len(self.leaves)):
+            raise Refused(f"norms {small['norms'].shape}: allowed is {(count, store.n_outputs, len(self.leaves))}")
+        files = self._write_files(unit, arrays, small)
+        self.files.sync_folders(files)
+        size = sum(record.size for record in files.values())
+        store.ledger.record(
+            "unit",
+            unit,
+            {
+                "start": start,
+                "stop": start + count,
+                "bytes": size,
+                "zero_rows": int(np.sum(norms.sum(-1) == 0)),
+                "nonfinite_examples": nonfinite,
+                "files": {name: record.to_list() for name, record in files.items()},
+                **(facts or {}),
+            },
+        )
+        self._done.add(unit)
+        self.listener(UnitDone(unit=unit, examples=count, bytes_stored=size))
+
+    def _check_arrays(self, rows: Mapping[str, np.ndarray], count: int) -> list[np.ndarray]:
+        unknown = sorted(set(rows) - {leaf.path for leaf in self.leaves})
+        if unknown:
+            raise Refused(
+                f"leaf {unknown[0]!r}: not a leaf of this store; leaves are {[f.path for f in self.leaves][:5]}"
+            )
+        arrays = []
+        for leaf in self.leaves:
+            if leaf.path not in rows:
+                raise Refused(f"leaf {leaf.path!r}: no rows given; every leaf needs an array (n, K, *shape)")
+            array = np.asarray(rows[leaf.path])
+            wanted = (count, self.store.n_outputs, *leaf.shape)
+            if array.shape != wanted:
+                raise Refused(f"leaf {leaf.path!r}: rows of shape {array.shape}, allowed is {wanted}")
+            arrays.append(array.reshape(count, self.store.n_outputs, leaf.size))
+        return arrays
+
+    def _nonfinite(self, start: int, arrays: list[np.ndarray], norms: np.ndarray) -> list[int]:
+        """Examples with NaN or infinity in what will be stored."""
+        # A finite float32 norm proves finite rows; float16 can overflow in rounding, so its values are looked at.
+        suspects = np.flatnonzero(~np.isfinite(norms).all(axis=(1, 2)))
+        if self.dtype == "float16":
+            suspects = np.arange(len(norms))
+        bad = []
+        for n in suspects:
+            stored = [self._as_stored(array[n]) for array in arrays]
+            values = [from_bfloat16(s) if self.dtype == "bfloat16" else s for s in stored]
+            if not all(np.isfinite(v).all() for v in values):
+                bad.append(int(start + n))
+            elif not np.isfinite(norms[n]).all():
+                # Finite rows whose squares left float32: their norms are taken again in float64.
+                norms[n] = np.stack([np.square(v, dtype=np.float64).sum(-1) for v in values], -1)
+        if bad and not self.allow_nonfinite:
+            shown = ", ".join(map(str, bad[:10])) + (" and others" if len(bad) > 10 else "")
+            raise NonFinite(
+                f"rows of example(s) {shown} hold NaN or infinity as {self.dtype}; mend or leave out those inputs, "
+                "choose a wider --dtype (dtype=), or store them with --allow-nonfinite (allow_nonfinite=True)"
+            )
+        return bad
+
+    def _as_stored(self, values: np.ndarray) -> np.ndarray:
+        if self.dtype == "bfloat16":
+            return values if values.dtype == np.uint16 else to_bfloat16(values.astype(np.float32))
+        with np.errstate(over="ignore", invalid="ignore"):
+            return values.astype(self.dtype, copy=False)
+
+    def _sweep(self, unit: int) -> None:
+        """Remove what a dead attempt left of this unit."""
+        for name in self.files.names(FOLDER):
+            if name.startswith(f".unit-{unit:07d}.json.") and name.endswith(".tmp"):
+                self.files.remove(f"{FOLDER}/{name}")
+
+    def _write_files(self, unit: int, arrays: list[np.ndarray], small: dict[str, np.ndarray]) -> dict[str, FileRecord]:
+        """Encode and write all files of a unit, several at a time: flushing waits for the disk, encoding for a core."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(IO_THREADS, "jacstore-write")
+        layouts = self.store.layouts
+        files = {
+            layouts["rows"].file_name((unit, 0, at)): _row_pieces(layouts["rows"], (unit, 0, at), self, arrays)
+            for at in range(layouts["rows"].files_along(2))
+        }
+        for name, values in small.items():
+            at = (unit,) + (0,) * (values.ndim - 1)
+            files[layouts[name].file_name(at)] = iter([_padded(layouts[name], values)])
+        futures = {
+            name: self._pool.submit(_write_file, self.files, name, layouts[name.split("/", 1)[0]], pieces)
+            for name, pieces in files.items()
+        }
+        return {name: future.result() for name, future in futures.items()}
+
+    def _create(
+        self,
+        plan: StorePlan,
+        codec: str,
+        outputs_dtype: str,
+        wanted: Mapping[str, Any],
+        left_out: Sequence[tuple[str, str]],
+    ) -> None:
+        n, k, unit = plan.n_examples, plan.n_outputs, plan.unit_size
+        rows = ArrayLayout(
+            name="rows",
+            shape=(n, k, plan.n_columns),
+            piece=(unit, k, plan.piece_columns),
+            per_file=(1, 1, plan.pieces_per_file),
+            dtype=storage_dtype(self.dtype),
+            codec=codec,
+            dimensions=("example", "output", "parameter"),
+        )
+        outputs = ArrayLayout(
+            name="outputs",
+            shape=(n, k),
+            piece=(unit, k),
+            per_file=(1, 1),
+            dtype=outputs_dtype,
+            codec="none",
+            dimensions=("example", "output"),
+        )
+        norms = ArrayLayout(
+            name="norms",
+            shape=(n, k, len(self.leaves)),
+            piece=(unit, k, len(self.leaves)),
+            per_file=(1, 1, 1),
+            dtype="float64",
+            codec="none",
+            dimensions=("example", "output", "leaf"),
+        )
+        layouts = [rows, outputs, norms]
+        attributes = {
+            "kind": "store",
+            "N": n,
+            "K": k,
+            "P": plan.n_columns,
+            "leaves": [leaf.to_dict() for leaf in self.leaves],
+            "left_out": [list(entry) for entry in left_out],
+            "fingerprint": dict(wanted),
+            "resolved": {
+                "dtype": self.dtype,
+                "codec": codec,
+                "unit_size": unit,
+                "arrays": [layout.to_dict() for layout in layouts],
+            },
+            "versions": hierarchy.versions(),
+        }
+        hierarchy.create(self.files, layouts, attributes)
+
+    def _refuse_small_disk(self, plan: StorePlan) -> None:
+        if not isinstance(self.files, Folder):
+            return
+        free = machine.free_disk(self.files.root)
+        # Compression seldom halves float rows, and less can be promised of none.
+        if plan.bytes_rows > free:
+            raise Refused(
+                f"{self.where}: rows take {format_size(plan.bytes_rows)}, its disk has {format_size(free)} free; "
+                "choose another disk (--out, out=), --dtype bfloat16 (dtype=) or fewer examples (--examples A:B)"
+            )
+
+
+def _row_pieces(
+    layout: ArrayLayout, at: tuple[int, ...], writer: StoreWriter, arrays: list[np.ndarray]
+) -> Iterator[np.ndarray | None]:
+    """Pieces of a rows file, gathered from the leaves side by side; padding at the array's border is NaN."""
+    offsets = [leaf.offset for leaf in writer.leaves]
+    piece = np.empty(layout.piece, layout.dtype)
+    for where in layout.pieces_of(at):
+        first, last = where[2].start, where[2].stop
+        if first >= last:
+            yield None
+            continue
+        count = where[0].stop - where[0].start
+        if (count, last - first) != (layout.piece[0], layout.piece[2]):
+            piece[...] = layout.fill
+        for index in range(bisect.bisect_right(offsets, first) - 1, len(arrays)):
+            offset, size = offsets[index], arrays[index].shape[2]
+            if offset >= last:
+                break
+            a, b = max(first, offset), min(last, offset + size)
+            values = arrays[index][:, :, a - offset : b - offset]
+            piece[:count, :, a - first : b - first] = writer._as_stored(values)
+        yield piece
+
+
+def _padded(layout: ArrayLayout, values: np.ndarray) -> np.ndarray:
+    piece = np.full(layout.piece, layout.fill, layout.dtype)
+    piece[: len(values)] = values
+    return piece
+
+
+def _write_file(files: Files, name: str, layout: ArrayLayout, pieces: Iterable[np.ndarray | None]) -> FileRecord:
+    encoder = FileEncoder(layout)
+
+    def buffers() -> Iterator[bytes | memoryview]:
+        for piece in pieces:
+            yield from encoder.encode(piece)
+        yield from encoder.close()
+
+    files.write(name, buffers())
+    return encoder.record()
+
+
+def _norms(arrays: list[np.ndarray]) -> np.ndarray:
+    """Squared row norms `(n, K, L)` in float64, a row at a time to keep the copy small."""
+    norms = np.empty((*arrays[0].shape[:2], len(arrays)))
+    for index, array in enumerate(arrays):
+        for n, k in np.ndindex(*array.shape[:2]):
+            row = from_bfloat16(array[n, k]) if array.dtype == np.uint16 else array[n, k]
+            norms[n, k, index] = np.square(row, dtype=np.float64).sum()
+    return norms
+
+
+def _as_leaves(given: Sequence[Any] | Mapping[str, tuple[int, ...]]) -> tuple[Leaf, ...]:
+    entries: list[Any] = list(given.items()) if isinstance(given, Mapping) else list(given)
+    if entries and all(isinstance(entry, Leaf) for entry in entries):
+        return tuple(entries)
+    leaves = dense_leaves([(str(path), tuple(int(n) for n in shape), "float32") for path, shape in entries])
+    if len({leaf.path for leaf in leaves}) < len(leaves):
+        raise Refused("leaves: two have the same path; each needs its own")
+    return leaves
+
+
+def _units_of_part(n_units: int, part: tuple[int, int]) -> range:
+    """Units of part I of N, counted from 1."""
+    number, parts = part
+    return range((number - 1) * n_units // parts, number * n_units // parts)
