@@ -61,4 +61,5 @@ def _place(error: BaseException) -> str:
 
 
 def kind_of(value: Any) -> str:
+    """The name of its class."""
     return type(value).__name__

@@ -319,11 +319,13 @@ class _Job:
         try:
             inputs = _ahead(inputs_pool, lambda batch: self.prepared.read(batch[2], batch[3]), batches)
             unit: _Unit | None = None
+            # Memory of written units is used again: fresh pages cost as much as copying rows into them.
+            spare: list[dict[str, np.ndarray]] = []
             for (start, last, a, b), examples in inputs:
                 if stop():
                     raise interrupted(f"{len(writer.missing)} of {len(writer.units)} units missing")
-                if unit is None or unit.start != start:
-                    unit = _Unit(writer, start, last, self.outputs_dtype)
+                if unit is None:
+                    unit = _Unit(writer, start, last, self.outputs_dtype, spare)
                 began = time.perf_counter()
                 unit.hash(examples)
                 for rows in self._first_or_rows(start, a, b, examples):
@@ -464,11 +466,18 @@ def interrupted(left: str) -> Interrupted:
 class _Unit:
     """Rows of one unit on the host, filled batch by batch and slice by slice."""
 
-    def __init__(self, writer: StoreWriter, start: int, last: int, outputs_dtype: str) -> None:
-        self.writer, self.start = writer, start
+    def __init__(
+        self, writer: StoreWriter, start: int, last: int, outputs_dtype: str, spare: list[dict[str, np.ndarray]]
+    ) -> None:
+        self.writer, self.start, self._spare = writer, start, spare
         count, k = last - start, writer.store.n_outputs
         dtype = storage_dtype(writer.dtype)
-        self.rows = {leaf.path: np.empty((count, k, leaf.size), dtype) for leaf in writer.leaves}
+        self._whole = (
+            spare.pop()
+            if spare
+            else {leaf.path: np.empty((writer.store.unit_size, k, leaf.size), dtype) for leaf in writer.leaves}
+        )
+        self.rows = {path: rows[:count] for path, rows in self._whole.items()}
         self.norms = np.empty((count, k, len(writer.leaves)))
         self.outputs = np.empty((count, k), outputs_dtype)
         self._hashes: list[Any] = []
@@ -507,6 +516,7 @@ class _Unit:
         except Exception as error:
             error.add_note(f"while writing the unit of examples {self.start} to {self.start + len(self.norms) - 1}")
             raise
+        self._spare.append(self._whole)
         return time.perf_counter() - began
 
 

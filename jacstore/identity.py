@@ -22,20 +22,41 @@ from jacstore.parameters import Parameters
 from jacstore.pytrees import dtype_of, native, paths_and_leaves
 
 
-def _requested(problem: Problem, parameters: Parameters, first: Any, jaxpr: ClosedJaxpr) -> dict[str, Any]:
-    text = re.sub(r" at 0x[0-9a-fA-F]+", "", str(jaxpr))
+def requested(
+    *, params: Any, jaxpr: ClosedJaxpr, outputs: str | Sequence[int], selection: list[str], first: Any, n_examples: int
+) -> dict[str, Any]:
+    """Fields that decide the result.
+
+    Parameters
+    ----------
+    jaxpr
+        The function and its derivative, from `derivative`.
+    first
+        Example 0 as it was read, `(1, ...)`: shapes and types of the inputs, before any cast.
+    """
     return {
-        "parameters": hash_parameters(problem.params),
-        "function": hashlib.sha256(text.encode()).hexdigest(),
+        "parameters": hash_parameters(params),
+        "function": hashlib.sha256(_text(jaxpr).encode()).hexdigest(),
         "constants": hash_constants(jaxpr),
-        "outputs": problem.outputs if isinstance(problem.outputs, str) else list(problem.outputs),
-        "selection": [leaf.path for leaf in parameters.leaves],
+        "outputs": outputs if isinstance(outputs, str) else list(outputs),
+        "selection": selection,
         "inputs": [[path, list(leaf.shape[1:]), str(leaf.dtype)] for path, leaf in paths_and_leaves(first)],
-        "examples": problem.n_examples,
+        "examples": n_examples,
     }
 
 
-def derivative(parameters: Parameters, flat: Flat, example: Any) -> ClosedJaxpr:
+def _text(jaxpr: ClosedJaxpr) -> str:
+    """The program without addresses of functions, which differ from process to process."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", str(jaxpr))
+
+
+def same_program(a: ClosedJaxpr, b: ClosedJaxpr) -> bool:
+    """Whether two traces certainly compute the same; what a callback computes cannot be read from a jaxpr."""
+    text = _text(a)
+    return "callback" not in text and text == _text(b) and hash_constants(a) == hash_constants(b)
+
+
+def derivative(flat: Flat, parameters: Parameters, example: Any) -> ClosedJaxpr:
     """Outputs and VJP of one example as a jaxpr, so that custom derivative rules are inside.
 
     Its arguments are the parameters in tree order whatever is selected: another selection is the same function.
@@ -67,6 +88,7 @@ def derivative(parameters: Parameters, flat: Flat, example: Any) -> ClosedJaxpr:
 
 
 def hash_parameters(params: Any) -> str:
+    """Hash paths, types and values of all leaves, selected or not."""
     digest = hashlib.sha256()
     for path, leaf in paths_and_leaves(params):
         digest.update(f"{path}\n".encode())

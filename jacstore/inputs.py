@@ -25,7 +25,13 @@ def is_dataset(inputs: Any) -> bool:
 
 
 class Arrays:
-    """Examples held as a pytree of sliceable arrays."""
+    """Examples held as a pytree of sliceable arrays.
+
+    Raises
+    ------
+    Refused
+        If a leaf has no first axis, or leaves differ in its length.
+    """
 
     def __init__(self, inputs: Any) -> None:
         with naming("inputs is not a pytree:", "change inputs="):
@@ -58,6 +64,7 @@ class Arrays:
         self.n_examples = int(next(iter(lengths.values())))
 
     def read(self, start: int, stop: int) -> Any:
+        """Examples `start` to `stop - 1`."""
         arrays = []
         for path, leaf in self.named:
             with naming(f"inputs leaf {path!r} raised at examples {start}:{stop}", "change inputs="):
@@ -85,12 +92,14 @@ class Dataset:
         return self.item(0)
 
     def item(self, i: int) -> tuple[list[tuple[str, np.ndarray]], Any]:
+        """Paths and leaves of item i, and its structure."""
         with naming(f"inputs[{i}] raised", "change the dataset given as inputs="):
             item = self.items[i]
             named = [(path, numeric(leaf, f"inputs[{i}] leaf {path!r}")) for path, leaf in paths_and_leaves(item)]
             return named, jax.tree_util.tree_structure(item)
 
     def read(self, start: int, stop: int) -> Any:
+        """Examples `start` to `stop - 1`, each fetched by one of `READ_THREADS` threads."""
         named, treedef = self.first
         arrays = [np.empty((stop - start, *leaf.shape), leaf.dtype) for _, leaf in named]
 

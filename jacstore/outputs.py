@@ -21,40 +21,42 @@ Flat = Callable[[list[Any], list[Any], Any], jax.Array]
 
 
 def checked_outputs(outputs: Any) -> str | tuple[int, ...]:
+    """The choice of outputs in its one form: "all", "sum" or a tuple of indices."""
     allowed = 'allowed are "all", "sum" or a list of different indices from 0; change outputs='
     if isinstance(outputs, str):
         if outputs not in ("all", "sum"):
             raise Refused(f"outputs is {outputs!r}; {allowed}")
         return outputs
     try:
-        chosen = tuple(outputs)
-        if any(isinstance(k, (bool, np.bool_)) for k in chosen):
+        indices = tuple(outputs)
+        if any(isinstance(k, (bool, np.bool_)) for k in indices):
             raise TypeError("a mask, not indices")
-        chosen = tuple(index(k) for k in chosen)
+        indices = tuple(index(k) for k in indices)
     except TypeError as error:
         raise Refused(f"outputs is {outputs!r} ({error}); {allowed}") from error
-    repeated = sorted(k for k, count in Counter(chosen).items() if count > 1)
+    repeated = sorted(k for k, count in Counter(indices).items() if count > 1)
     if repeated:
         raise Refused(f"outputs names {repeated[0]} twice; {allowed}")
-    if not chosen or min(chosen) < 0:
-        raise Refused(f"outputs is {list(chosen)}; {allowed}")
-    return chosen
+    if not indices or min(indices) < 0:
+        raise Refused(f"outputs is {list(indices)}; {allowed}")
+    return indices
 
 
-def flat_function(problem: Problem, parameters: Parameters) -> Flat:
+def flat_function(apply: Callable[[Any, Any], Any], batched: bool, parameters: Parameters) -> Flat:
     """All outputs of one example, `(selected, rest, example) -> (K,)`, before any are chosen."""
 
     def flat(selected: list[Any], rest: list[Any], example: Any) -> jax.Array:
         params = parameters.join(selected, rest)
-        if not problem.batched:
-            return flatten_outputs(problem.apply(params, example))
+        if not batched:
+            return flatten_outputs(apply(params, example))
         batch = jax.tree_util.tree_map(lambda leaf: jnp.expand_dims(leaf, 0), example)
-        return flatten_outputs(first_of_batch(problem.apply(params, batch), 1))
+        return flatten_outputs(first_of_batch(apply(params, batch), 1))
 
     return flat
 
 
 def first_of_batch(outputs: Any, size: int) -> Any:
+    """The outputs of the first of `size` examples."""
     for path, leaf in paths_and_leaves(outputs):
         shape = jnp.shape(leaf)
         if shape[:1] != (size,):
@@ -82,6 +84,7 @@ def flatten_outputs(outputs: Any) -> jax.Array:
 
 
 def chosen(flat: jax.Array, outputs: str | Sequence[int]) -> jax.Array:
+    """The chosen outputs `(K,)` of all."""
     if outputs == "all":
         return flat
     if outputs == "sum":
@@ -90,10 +93,16 @@ def chosen(flat: jax.Array, outputs: str | Sequence[int]) -> jax.Array:
 
 
 def count_chosen(n_all: int, outputs: str | Sequence[int]) -> int:
+    """K of a choice among `n_all` outputs, or Refused."""
+    if isinstance(outputs, tuple) and max(outputs) >= n_all:
+        raise Refused(
+            f"outputs names index {max(outputs)}; apply has {n_all} outputs, 0 to {n_all - 1}; change outputs="
+        )
     return n_all if outputs == "all" else 1 if outputs == "sum" else len(outputs)
 
 
-def calling(example: Any) -> Any:
+def calling(example: Any) -> AbstractContextManager[None]:
+    """Blame `apply` for what is raised inside."""
     given = ", ".join(f"{path!r}: {leaf.dtype}{list(leaf.shape)}" for path, leaf in paths_and_leaves(example))
     return naming(
         "apply raised",
@@ -102,5 +111,6 @@ def calling(example: Any) -> Any:
 
 
 def count_outputs(flat: Flat, parameters: Parameters, example: Any) -> int:
+    """How many outputs one example has; nothing is computed."""
     with calling(example):
         return int(jax.eval_shape(flat, parameters.selected, parameters.rest, example).size)

@@ -28,6 +28,7 @@ class SelectedLeaf:
 
 
 def check_select(select: Any) -> None:
+    """Refuse what selects nothing anywhere: no regular expression, no predicate."""
     if select is None or callable(select):
         return
     if not isinstance(select, str):
@@ -60,6 +61,13 @@ class Parameters:
 
 
 def split_parameters(params: Any, select: str | Callable[[str], bool] | None, float64: bool) -> Parameters:
+    """Give every leaf its role; floating leaves are upcast with `float64`.
+
+    Raises
+    ------
+    Refused
+        If a leaf is complex, two share a path, or none is floating and selected.
+    """
     with naming("params is not a pytree:", "change params="):
         named = paths_and_leaves(params)
     repeated = [path for path, count in Counter(path for path, _ in named).items() if count > 1]

@@ -15,16 +15,24 @@ from jacstore.outputs import Flat, calling, first_of_batch, flatten_outputs
 from jacstore.parameters import Parameters
 
 
-def probe(problem: Problem, parameters: Parameters, flat: Flat, example: Any) -> None:
-    """Check on example 0 that outputs are finite, repeatable, and those of one example."""
+def probe(flat: Flat, parameters: Parameters, example: Any, batched_apply: Callable[[Any, Any], Any] | None) -> None:
+    """Check on example 0 that outputs are finite, repeatable, and those of one example.
+
+    Parameters
+    ----------
+    batched_apply
+        The user's function where it takes a batch, None where it sees one example and cannot couple any.
+
+    Raises
+    ------
+    ProbeFailed
+        Naming what is wrong and what to change.
+    """
     finite = all(_finite(leaf) for leaf in jax.tree_util.tree_leaves(example))
     # A non-finite example is the build's to report; with its holes filled the other two probes still mean something.
     example = jax.tree_util.tree_map(_filled, example)
     with calling(example):
-        once = _evaluate(flat, parameters, example)
-        # A jit inside apply keeps what it traced, and with it the first call's noise: forget it.
-        jax.clear_caches()
-        again = _evaluate(flat, parameters, example)
+        once, again = _two_calls(flat, parameters, example)
     if finite and not _finite(once):
         k = int(np.argmin(np.isfinite(once.astype(np.float64))))
         named = zip(parameters.leaves, parameters.selected, strict=True)
@@ -38,27 +46,41 @@ def probe(problem: Problem, parameters: Parameters, flat: Flat, example: Any) ->
             "outputs change from call to call (dropout? noise?); they have to depend on params and example alone; "
             "switch it off (eval mode) or close over a fixed random key in apply="
         )
-    if problem.batched:
-        _probe_batch(problem, parameters, example, once)
+    if batched_apply is not None:
+        _probe_batch(batched_apply, parameters, example, once)
 
 
-def _evaluate(flat: Flat, parameters: Parameters, example: Any) -> np.ndarray:
+def _two_calls(flat: Flat, parameters: Parameters, example: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Outputs of two calls, each traced anew; a program that comes out the same both times is compiled once."""
+    arguments = (parameters.selected, parameters.rest, example)
+    first = _traced_anew(flat, arguments)
+    program = first.lower().compile()
+    once = np.asarray(program(*arguments))
+    # A jit inside apply keeps what it traced, and with it the first call's noise: forget it.
+    jax.clear_caches()
+    second = _traced_anew(flat, arguments)
+    if not same_program(first.jaxpr, second.jaxpr):
+        program = second.lower().compile()
+    return once, np.asarray(program(*arguments))
+
+
+def _traced_anew(flat: Flat, arguments: tuple[Any, ...]) -> Any:
     def anew(selected: list[Any], rest: list[Any], example: Any) -> jax.Array:
         return flat(selected, rest, example)
 
     # jit caches by function: one that is new is traced anew.
-    return np.asarray(jax.jit(anew)(parameters.selected, parameters.rest, example))
+    return jax.jit(anew).trace(*arguments)
 
 
-def _probe_batch(problem: Problem, parameters: Parameters, example: Any, alone: np.ndarray) -> None:
+def _probe_batch(apply: Callable[[Any, Any], Any], parameters: Parameters, example: Any, alone: np.ndarray) -> None:
     """Compare example 0 alone with example 0 beside another one; beside itself would hide BatchNorm."""
     batch = jax.tree_util.tree_map(lambda leaf: np.stack([leaf, _perturbed(np.asarray(leaf))]), example)
 
     def flat(selected: list[Any], rest: list[Any], batch: Any) -> jax.Array:
-        return flatten_outputs(first_of_batch(problem.apply(parameters.join(selected, rest), batch), 2))
+        return flatten_outputs(first_of_batch(apply(parameters.join(selected, rest), batch), 2))
 
     with calling(example):
-        beside = _evaluate(flat, parameters, batch)
+        beside = np.asarray(jax.jit(flat)(parameters.selected, parameters.rest, batch))
     if not (alone.shape == beside.shape and _close(alone, beside)):
         raise ProbeFailed(
             "outputs depend on the other examples of the batch (BatchNorm in training mode?); they have to depend on "

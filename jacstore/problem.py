@@ -154,26 +154,28 @@ def prepare(problem: Problem, *, float64: bool = False) -> Prepared:
 
         first = problem.read(0, 1)
         example = jax.tree_util.tree_map(lambda leaf: computed(leaf, float64)[0], first)
-        all_outputs = flat_function(problem, parameters)
-        n_all = count_outputs(all_outputs, parameters, example)
-        if isinstance(problem.outputs, tuple) and max(problem.outputs) >= n_all:
-            raise Refused(
-                f"outputs names index {max(problem.outputs)}; apply has {n_all} outputs, 0 to {n_all - 1}; "
-                "change outputs="
-            )
-        probe(problem, parameters, all_outputs, example)
+        all_outputs = flat_function(problem.apply, problem.batched, parameters)
+        n_outputs = count_chosen(count_outputs(all_outputs, parameters, example), problem.outputs)
+        probe(all_outputs, parameters, example, problem.apply if problem.batched else None)
 
         def function(selected: list[Any], rest: list[Any], example: Any) -> jax.Array:
             return chosen(all_outputs(selected, rest, example), problem.outputs)
 
         return Prepared(
             n_examples=problem.n_examples,
-            n_outputs=count_chosen(n_all, problem.outputs),
+            n_outputs=n_outputs,
             leaves=parameters.leaves,
             left_out=parameters.left_out,
             selected=parameters.selected,
             rest=parameters.rest,
             function=function,
             read=read,
-            requested=_requested(problem, parameters, first, derivative(parameters, all_outputs, example)),
+            requested=requested(
+                params=problem.params,
+                jaxpr=derivative(all_outputs, parameters, example),
+                outputs=problem.outputs,
+                selection=[leaf.path for leaf in parameters.leaves],
+                first=first,
+                n_examples=problem.n_examples,
+            ),
         )

@@ -39,10 +39,12 @@ def dtype_of(leaf: Any) -> Any:
 
 
 def is_kind(dtype: Any, kind: Any) -> bool:
+    """Whether a leaf of type `dtype`, None for no array, is of a kind such as `np.floating`."""
     return dtype is not None and jnp.issubdtype(dtype, kind)  # NumPy takes None for float64
 
 
 def type_name(leaf: Any) -> str:
+    """What to call the type of a leaf, array or not."""
     return kind_of(leaf) if dtype_of(leaf) is None else str(dtype_of(leaf))
 
 
@@ -69,4 +71,5 @@ def computed(leaf: Any, float64: bool) -> Any:
 
 def own(array: Any) -> jax.Array:
     """`array` in JAX's hands; a copy if it was NumPy's, whose memory JAX may share and the user may write to."""
-    return array if isinstance(array, jax.Array) else jnp.asarray(array.copy())
+    # `jnp.asarray` would compile a copy for every shape.
+    return array if isinstance(array, jax.Array) else jax.device_put(array.copy())

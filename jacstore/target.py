@@ -13,8 +13,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from jacstore.blame import one_line
 from jacstore.errors import JacstoreError, Refused
-from jacstore.problem import Problem, one_line
+from jacstore.problem import Problem
 
 DEFAULT_NAME = "problem"
 

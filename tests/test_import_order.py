@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -15,35 +16,77 @@ PACKAGE = Path(__file__).resolve().parent.parent / "jacstore"
 
 FLOORS = {
     1: ("errors", "progress", "machine", "files"),
-    2: ("problem", "target", "terms", "plan", "ledger", "pieces"),
-    3: ("trace", "engine", "engine_xla", "hierarchy", "store", "kernel"),
-    4: ("jacobian", "assembly", "operators", "solve"),
+    2: (
+        "blame",
+        "pytrees",
+        "inputs",
+        "parameters",
+        "outputs",
+        "identity",
+        "probes",
+        "problem",
+        "target",
+        "terms",
+        "plan",
+        "pieces",
+        "ledger",
+    ),
+    3: ("trace", "engine", "engine_xla", "hierarchy", "store", "writer", "kernel", "checkpoints"),
+    4: ("jacobian", "item", "lazy", "cluster", "assembly", "operators", "solve"),
     5: ("builder", "verification", "posterior"),
     6: ("cli",),
 }
 FLOOR = {module: floor for floor, modules in FLOORS.items() for module in modules}
 
-# (importer, imported) on one floor.
+# What a module may import from its own floor.
 NEIGHBOURS = {
-    ("engine_xla", "engine"),
-    ("files", "errors"),
-    ("files", "machine"),
-    ("kernel", "hierarchy"),
-    ("machine", "errors"),
-    ("store", "hierarchy"),
-    ("target", "problem"),
+    "files": {"errors", "machine"},
+    "machine": {"errors"},
+    "pytrees": {"blame"},
+    "inputs": {"blame", "pytrees"},
+    "parameters": {"blame", "pytrees"},
+    "outputs": {"blame", "pytrees", "parameters"},
+    "identity": {"blame", "pytrees", "parameters", "outputs"},
+    "probes": {"parameters", "outputs", "identity"},
+    "problem": {"blame", "pytrees", "inputs", "parameters", "outputs", "identity", "probes"},
+    "target": {"blame", "problem"},
+    "store": {"hierarchy"},
+    "writer": {"hierarchy", "store"},
+    "kernel": {"hierarchy"},
+    "checkpoints": {"kernel"},
+    "cluster": {"item"},
+    "assembly": {"cluster", "item", "lazy"},
+    # The command line is a skin over the public names of the package itself.
+    "cli": {""},
 }
 
 # (importer, imported) where an import inside a function chooses an optional engine.
 CHOICES = {
     ("assembly", "jacstore.engine_xla"),
+    ("item", "jacstore.engine_xla"),
 }
 
 # `jacstore/__init__.py` is lazy and stands above all floors; `testing.py` may import anything and nothing imports it.
 LATE_ANYWHERE = {"__init__", "cli", "testing"}
 FREE = {"__init__", "testing"}
-WITHOUT_JAX = ("assembly", "engine", "hierarchy", "kernel", "ledger", "pieces", "plan", "store", "terms")
-PLAN_MAY = {"__future__", "collections.abc", "dataclasses", "jacstore.errors", "math", "typing"}
+WITHOUT_JAX = (
+    "assembly",
+    "checkpoints",
+    "cluster",
+    "engine",
+    "files",
+    "hierarchy",
+    "item",
+    "kernel",
+    "lazy",
+    "ledger",
+    "pieces",
+    "plan",
+    "store",
+    "terms",
+    "writer",
+)
+PLAN_MAY = {"__future__", "collections.abc", "dataclasses", "itertools", "jacstore.errors", "math", "typing"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +144,7 @@ def inner(name: str) -> str | None:
 def breaks_floors(module: str, found: Import) -> bool:
     """Say whether an import goes to the same or a higher floor without leave."""
     target = inner(found.name)
-    if target is None or (module, target) in NEIGHBOURS:
+    if target is None or target in NEIGHBOURS.get(module, ()):
         return False
     return FLOOR.get(target, 99) >= FLOOR[module]
 
@@ -119,6 +162,14 @@ def test_a_module_imports_only_from_lower_floors(module: str) -> None:
     assert [place(module, found) for found in of(module) if breaks_floors(module, found)] == []
 
 
+def test_leave_on_one_floor_is_used_and_goes_in_one_direction() -> None:
+    used = {(module, inner(found.name)) for module in modules() for found in of(module)}
+    granted = {(module, target) for module, targets in NEIGHBOURS.items() for target in targets}
+    assert granted - used == set()
+    assert {pair for pair in granted if pair[1] and FLOOR[pair[0]] != FLOOR[pair[1]]} == set()
+    list(TopologicalSorter(NEIGHBOURS).static_order())  # raises CycleError
+
+
 @pytest.mark.parametrize("module", [module for module in modules() if module not in LATE_ANYWHERE])
 def test_imports_stand_inside_functions_only_where_an_optional_engine_is_chosen(module: str) -> None:
     late = [found for found in of(module) if found.late and (module, found.name) not in CHOICES]
@@ -130,8 +181,25 @@ def test_what_only_reads_a_store_never_imports_jax(module: str) -> None:
     assert [place(module, found) for found in of(module) if found.name.partition(".")[0] in {"jax", "jaxlib"}] == []
 
 
+def reached(module: str) -> set[str]:
+    """Return the modules of the package that importing one loads, itself among them."""
+    found, todo = set(), [module]
+    while todo:
+        current = todo.pop()
+        found.add(current)
+        early = {inner(one.name) for one in of(current) if not one.late}
+        todo += [target for target in early if target and target not in found]
+    return found
+
+
 def test_assembling_a_kernel_never_needs_the_problem() -> None:
-    assert [place("assembly", found) for found in of("assembly") if inner(found.name) in {"problem", "target"}] == []
+    about_problems = {"blame", "pytrees", "inputs", "parameters", "outputs", "identity", "probes", "problem", "target"}
+    assert reached("assembly") & about_problems == set()
+
+
+def test_a_process_that_assembles_never_loads_jax() -> None:
+    code = f"import sys, jacstore.{', jacstore.'.join(WITHOUT_JAX)}; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=PACKAGE.parent).returncode == 0
 
 
 def test_the_plan_is_arithmetic_alone() -> None:
