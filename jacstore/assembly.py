@@ -22,7 +22,7 @@ from jacstore.cluster import cluster_at, connect, on_cluster, on_threads
 from jacstore.engine import PRECISIONS
 from jacstore.errors import Locked, Refused
 from jacstore.files import Files, Folder
-from jacstore.item import Work, finish_group, make_engine
+from jacstore.item import Work, common_dtype, finish_group, make_engine
 from jacstore.kernel import LEAVES, WHOLE, Kernel, expected_bytes, layouts
 from jacstore.lazy import as_store, check_mode, default_precision, refuse_unlike
 from jacstore.ledger import Lock, compare_requested
@@ -224,7 +224,7 @@ class _Job:
         if self.scheduler not in ("threads", "processes") and self.workers is None:
             with connect(self.scheduler) as client:
                 self.workers = max(1, len(client.scheduler_info()["workers"]))
-        engine = make_engine(self.engine_name, self.precision, self.rows.dtype, self.device_memory)
+        engine = make_engine(self.engine_name, self.precision, common_dtype(self.rows, self.cols), self.device_memory)
         memory = self.memory - self._memory_held()
         parts = self.part[1]
         return plan_gram(
@@ -242,11 +242,12 @@ class _Job:
         )
 
     def _memory_held(self) -> int:
-        """Bytes of the budget that a kernel in RAM will take."""
+        """Bytes of the budget that stores in RAM hold and a kernel in RAM will take."""
+        held = sum(s.files.bytes_held for s in (self.rows, self.cols) if s is not None)
         if self.out != "memory://":
-            return 0
+            return held
         shape = block_shape(self.mode, self.rows.n_examples, (self.cols or self.rows).n_examples, self.rows.n_outputs)
-        return int(np.prod(shape)) * np.dtype(self.dtype).itemsize
+        return held + int(np.prod(shape)) * np.dtype(self.dtype).itemsize
 
     def create(self, overwrite: bool, listener: Listener) -> Kernel:
         """The kernel to work on: a new one, or the one that was begun with the same request."""
@@ -413,7 +414,7 @@ class _Job:
 
     def _measured_speeds(self, plan: GramPlan) -> tuple[float, float]:
         """flop/s of one tile's product and bytes/s of one read, each timed twice and the second taken."""
-        engine = make_engine(self.engine_name, self.precision, self.rows.dtype, self.device_memory)
+        engine = make_engine(self.engine_name, self.precision, common_dtype(self.rows, self.cols), self.device_memory)
         examples = min(plan.tile, plan.rows.n_examples, max(1, 2048 // plan.n_outputs))
         width = min(plan.slab_columns, plan.n_columns)
         slab = np.empty((examples, plan.n_outputs, width), engine.slab_dtype)

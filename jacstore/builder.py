@@ -353,7 +353,8 @@ class _Job:
 
     def _units_alive(self, writer: StoreWriter, passes: DevicePass) -> int:
         """How many units may be waiting for the disk while the next one is filled."""
-        unit = self.plan().unit_bytes * writer.store.unit_size // self.plan().unit_size
+        store = writer.store
+        unit = store.bytes_decoded // store.n_examples * store.unit_size + store.files.bytes_held
         on_host = passes.bytes_needed if device().platform == "cpu" else 0
         left = self.memory - on_host
         if unit > left:

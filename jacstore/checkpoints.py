@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from crc32c import crc32c
@@ -32,17 +33,15 @@ class Checkpoints:
         """Whether checkpoints keep within their share of the time if one is written now."""
         return isinstance(self.kernel.files, Folder) and time.perf_counter() - self.last > self.cost / CHECKPOINT_SHARE
 
-    def save(self, slab: int, totals: list[np.ndarray]) -> None:
-        """Write the sums over all slabs before `slab`."""
+    def save(self, slab: int, totals: Iterable[np.ndarray]) -> None:
+        """Write the sums over all slabs before `slab`; they may be fetched one by one."""
         if not isinstance(self.kernel.files, Folder) or slab == 0:
             return
         started = time.perf_counter()
         kind, name = f"checkpoint-{self.turn}", f"checkpoints/item-{self.item:07d}-{self.turn}.bin"
         self.kernel.ledger.forget(kind, self.item)
-        views = [raw(np.ascontiguousarray(t)) for t in totals]
-        self.kernel.files.write(name, views)
-        self.kernel.files.sync_folders([name])
-        self.kernel.ledger.record(kind, self.item, {"slab": slab, "checksums": [crc32c(view) for view in views]})
+        checksums = write_sums(self.kernel, name, totals)
+        self.kernel.ledger.record(kind, self.item, {"slab": slab, "checksums": checksums})
         self.turn = 1 - self.turn
         self.last = time.perf_counter()
         self.cost = self.last - started
@@ -71,3 +70,18 @@ class Checkpoints:
         for turn in (0, 1):
             self.kernel.ledger.forget(f"checkpoint-{turn}", self.item)
             self.kernel.files.remove(f"checkpoints/item-{self.item:07d}-{turn}.bin")
+
+
+def write_sums(kernel: Kernel, name: str, totals: Iterable[np.ndarray]) -> list[int]:
+    """Write accumulators one after the other into a flushed file; returns the checksum of each."""
+    checksums: list[int] = []
+
+    def views() -> Iterator[memoryview]:
+        for total in totals:
+            view = raw(np.ascontiguousarray(total))
+            checksums.append(crc32c(view))
+            yield view
+
+    kernel.files.write(name, views())
+    kernel.files.sync_folders([name])
+    return checksums

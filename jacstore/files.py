@@ -34,6 +34,8 @@ class Files(Protocol):
 
     @property
     def bytes_read(self) -> int: ...
+    @property
+    def bytes_held(self) -> int: ...
     def write(self, name: str, buffers: Iterable[Buffer]) -> int: ...
     def sync_folders(self, names: Iterable[str]) -> None: ...
     def publish(self, name: str, data: bytes) -> None: ...
@@ -54,6 +56,11 @@ class Folder:
         self.root = Path(root)
         self.bytes_read = 0
         self._count = threading.Lock()
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes in RAM: none."""
+        return 0
 
     def write(self, name: str, buffers: Iterable[Buffer]) -> int:
         """Write and flush one file from buffers that may be produced while it is written; return its size."""
@@ -190,6 +197,11 @@ class Memory:
     def in_memory(self) -> bool:
         """Whether everything is still in RAM."""
         return self._folder is None
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes in RAM."""
+        return self._total if self.in_memory else 0
 
     def write(self, name: str, buffers: Iterable[Buffer]) -> int:
         before_step("write", name)

@@ -18,7 +18,7 @@ import threadpoolctl
 from crc32c import crc32c
 
 from jacstore import machine
-from jacstore.checkpoints import Checkpoints
+from jacstore.checkpoints import Checkpoints, write_sums
 from jacstore.engine import BlasEngine, Engine, symmetrize
 from jacstore.errors import Damaged, Interrupted, JacstoreError
 from jacstore.kernel import Kernel
@@ -40,7 +40,8 @@ class Work:
 
     def engine(self) -> Engine:
         resolved = self.kernel.resolved
-        return make_engine(resolved["engine"], resolved["precision"], self.rows.dtype, self.device_memory)
+        stored = common_dtype(self.rows, self.cols)
+        return make_engine(resolved["engine"], resolved["precision"], stored, self.device_memory)
 
 
 def run_item(
@@ -93,7 +94,7 @@ class _Run:
         with contextlib.closing(source.read(slabs[first:])) as stream:
             for index, ((a, b), buffers, waited) in enumerate(stream, start=first):
                 if self.stop():
-                    self.checkpoints.save(index, [self.engine.fetch(t) for t in totals])
+                    self.checkpoints.save(index, map(self.engine.fetch, totals))
                     raise Interrupted(f"interrupted in item {self.item.number}, slab {index} of {len(slabs)}")
                 self.times["seconds_read"] += waited
                 started = time.perf_counter()
@@ -111,7 +112,7 @@ class _Run:
                 self.times["seconds_compute"] += time.perf_counter() - started
                 self.listener(SlabDone(item=self.item.number, slab=index, bytes_read=sum(x.nbytes for x in buffers)))
                 if index + 1 < len(slabs) and self.checkpoints.due():
-                    self.checkpoints.save(index + 1, [self.engine.fetch(t) for t in totals])
+                    self.checkpoints.save(index + 1, map(self.engine.fetch, totals))
                     self.listener(CheckpointDone(item=self.item.number, slab=index + 1))
         files_read, decoded = (after - before for after, before in zip(self._bytes(), read_before, strict=True))
         facts = {"bytes_read": files_read, "decoded_bytes": decoded, "slabs": len(slabs) - first, **self.times}
@@ -150,16 +151,17 @@ class _Run:
     def _finish_leaf(self, leaf: int, totals: list[Any]) -> None:
         """Write the tiles of a finished sum, or the partial sum where columns are split over items."""
         started = time.perf_counter()
-        host = [self.engine.fetch(total) for total in totals]
+        host = map(self.engine.fetch, totals)
         if len(self.plan.splits) > 1 and not self.kernel.leaves:
-            name = partial_name(self.item.number)
-            checksums = [crc32c(raw(t)) for t in host]
-            self.kernel.files.write(name, [raw(t) for t in host])
-            self.kernel.files.sync_folders([name])
-            self.partial_facts = {"checksums": checksums}
+            self.partial_facts = {"checksums": write_sums(self.kernel, partial_name(self.item.number), host)}
         else:
             write_tiles(self.kernel, self.item.group, leaf, zip(self.tiles, host, strict=True))
         self.times["seconds_write"] += time.perf_counter() - started
+
+
+def common_dtype(rows: JacobianStore, cols: JacobianStore | None) -> str:
+    """The stored type of both sides, float32 where they differ: slabs of one group have one type."""
+    return rows.dtype if cols is None or cols.dtype == rows.dtype else "float32"
 
 
 def partial_name(item: int) -> str:

@@ -6,6 +6,7 @@ line with the package's own device pass: one `jax.jacrev` an example, in float64
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 from collections import Counter
@@ -30,7 +31,7 @@ def mlp(n: int = 10, *, sizes: tuple[int, ...] = (5, 7, 3), seed: int = 0, **fie
     draw = np.random.default_rng(seed)
     params = {
         f"layer{index}": {"b": _normal(draw, b), "w": _normal(draw, a, b) / np.float32(a**0.5)}
-        for index, (a, b) in enumerate(zip(sizes[:-1], sizes[1:], strict=True))
+        for index, (a, b) in enumerate(itertools.pairwise(sizes))
     }
     return _problem(_mlp, params, _normal(draw, n, sizes[0]), fields)
 
@@ -46,7 +47,7 @@ def cnn(n: int = 6, *, seed: int = 0, **fields: Any) -> Problem:
 
 
 def nested(n: int = 8, *, seed: int = 0, **fields: Any) -> Problem:
-    """Tuples in dicts, keys that need encoding, a scalar leaf, leaves that are no floats; outputs are a pytree; K = 4."""
+    """Tuples in dicts, keys to encode, a scalar leaf, leaves that are no floats, a pytree of outputs; P = 16, K = 4."""
     draw = np.random.default_rng(seed)
     params = {
         "a/b": (_normal(draw, 4, 3), {"scale": np.float32(1.5), "steps": np.arange(3)}),

@@ -16,7 +16,7 @@ import numpy as np
 
 from jacstore import hierarchy, machine
 from jacstore.errors import Mismatch, NonFinite, Refused
-from jacstore.files import Files, Folder
+from jacstore.files import Files, Folder, Memory
 from jacstore.ledger import FOLDER, Lock, compare_requested
 from jacstore.machine import format_size
 from jacstore.pieces import CODECS, ArrayLayout, FileEncoder, FileRecord
@@ -97,6 +97,9 @@ class StoreWriter:
                     unit_size=unit_size,
                 )
                 self._refuse_small_disk(plan)
+                if isinstance(self.files, Memory):
+                    # The rest of the budget is for units on their way and for the device pass.
+                    self.files.limit = max(budget // 8, budget - 3 * plan.unit_bytes)
                 self._create(plan, codec, outputs_dtype, wanted, left_out)
             self.store = JacobianStore(self.files, self.where)
             compare_requested(self.where, self.store.requested, wanted)
