@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,16 +20,27 @@ from jacstore.progress import ItemDone, Listener
 
 def on_threads(work: Work, todo: list[int], listener: Listener, stop: Callable[[], bool]) -> list[dict[str, Any]]:
     """One item after the other, each on all cores: BLAS has the threads."""
+    abandoned, idle = threading.Event(), threading.Event()
+    idle.set()
 
     def one(number: int) -> dict[str, Any]:
-        if stop():
+        if stop() or abandoned.is_set():
             raise Interrupted("interrupted before an item")
-        result = run_item(work, number, listener, stop)
+        idle.clear()
+        try:
+            result = run_item(work, number, listener, lambda: stop() or abandoned.is_set())
+        finally:
+            idle.set()
         listener(ItemDone(item=number))
         return result
 
     tasks = [delayed(one, pure=False)(number) for number in todo]
-    return list(compute(*tasks, scheduler="threads", num_workers=1))
+    try:
+        return list(compute(*tasks, scheduler="threads", num_workers=1))
+    finally:
+        # After Ctrl-C in Python Dask returns at once; the running item must stop before its lock is given up.
+        abandoned.set()
+        idle.wait()
 
 
 def on_cluster(
