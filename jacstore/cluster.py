@@ -11,7 +11,7 @@ from typing import Any
 import dask
 from dask.base import compute
 from dask.delayed import delayed
-from distributed import Client, LocalCluster, wait
+from distributed import Client, KilledWorker, LocalCluster, wait
 
 from jacstore.errors import Interrupted, Refused
 from jacstore.item import Work, run_item
@@ -59,7 +59,13 @@ def on_cluster(
                 raise Interrupted("interrupted")
             ready = {future for future in pending if future.done()}
             for future in ready:
-                results.append(future.result())
+                try:
+                    results.append(future.result())
+                except KilledWorker as error:
+                    raise Refused(
+                        f"an item's worker died again and again ({error.last_worker}), most often for want of memory; "
+                        "give less --memory (memory=) or fewer --workers (workers=) and run the same command again"
+                    ) from error
                 listener(ItemDone(item=results[-1]["item"]))
             pending -= ready
             if pending and not ready:

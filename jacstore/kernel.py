@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
@@ -94,7 +95,8 @@ class Kernel:
                 "a kernel in RAM cannot go to other processes; assemble it on disk (--out, out=) or use "
                 "--scheduler threads (scheduler=)"
             )
-        return (open_kernel, (self.path,))
+        # Absolute: a worker may have another working directory.
+        return (open_kernel, (os.path.abspath(self.path),))
 
     def __repr__(self) -> str:
         state = "complete" if self.complete else "incomplete"

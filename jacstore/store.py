@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -92,7 +93,8 @@ class JacobianStore:
                 "a store in RAM cannot go to other processes; build it on disk (--out, out=) or use "
                 "--scheduler threads (scheduler=)"
             )
-        return (open_store, (self.path,))
+        # Absolute: a worker may have another working directory.
+        return (open_store, (os.path.abspath(self.path),))
 
     def __repr__(self) -> str:
         return (

@@ -72,7 +72,9 @@ def environment(**changes: str) -> dict[str, str]:
 def run_command(*words: object, code: str = MAIN, **changes: str) -> subprocess.CompletedProcess[str]:
     """Run the command line in a process of its own, to its end."""
     command = [sys.executable, "-c", code, *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment(**changes))
+    return subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=SECONDS, env=environment(**changes)
+    )
 
 
 class Command:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import jacstore
@@ -51,7 +51,7 @@ def jacobian(apply, params, inputs, outputs="all", select=None):
         moving = [
             i
             for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True))
-            if jnp.issubdtype(np.asarray(leaf).dtype, np.floating) and re.search(select or "", path)
+            if jnp.issubdtype(leaf.dtype, np.floating) and re.search(select or "", path)
         ]
 
         def chosen(moved, example):
@@ -72,11 +72,9 @@ def jacobian(apply, params, inputs, outputs="all", select=None):
 
 
 def wide(leaf):
-    """Floating arrays as float64; what is no array as it is."""
-    if isinstance(leaf, int | bool):
-        return leaf
+    """Floating arrays as float64, others in their own type."""
     array = np.asarray(leaf)
-    return array.astype(np.float64) if np.issubdtype(array.dtype, np.floating) else array
+    return jnp.asarray(array.astype(np.float64) if np.issubdtype(array.dtype, np.floating) else array)
 
 
 def kernel_of(a, b, mode):
@@ -206,51 +204,47 @@ def case(network, k, outputs="all", select=None):
     return apply, params, inputs, jacobian(apply, params, inputs, outputs, select)
 
 
-def store_of(network, k, dtype, outputs="all", select=None, **options):
+@cache
+def store_of(network, k, dtype, outputs="all", select=None):
     apply, params, inputs, truth = case(network, k, outputs, select)
-    problem = Problem(
-        apply=apply, params=params, inputs=inputs, outputs=list(outputs) if isinstance(outputs, tuple) else outputs, select=select
-    )
-    return jacstore.build(problem, None, dtype=dtype, memory=MEMORY, **options), truth
+    chosen = list(outputs) if isinstance(outputs, tuple) else outputs
+    problem = Problem(apply=apply, params=params, inputs=inputs, outputs=chosen, select=select)
+    return jacstore.build(problem, None, dtype=dtype, memory=MEMORY, unit_size=4), truth
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
-@pytest.mark.parametrize("k", [1, 3, 10])
-@pytest.mark.parametrize("network", list(NETWORKS))
+@pytest.mark.parametrize(
+    ("network", "k", "dtype"),
+    [
+        *((network, 3, dtype) for network in NETWORKS for dtype in ROW_LIMIT),
+        # How many outputs there are decides how rows are computed and laid out, not how they are rounded.
+        *((network, k, dtype) for network in ("mlp", "cnn") for k in (1, 10) for dtype in ("float64", "float32")),
+    ],
+)
 def test_rows_and_kernel_are_those_of_jacrev(network, k, dtype):
-    store, truth = store_of(network, k, dtype, unit_size=4)
+    store, truth = store_of(network, k, dtype)
     rows = check_rows(store, truth, network, f"K={k}")
     against = rows if dtype == "bfloat16" else truth
-    for mode in MODES if k == 3 else ("full",):
+    for mode in MODES:
         kernel = jacstore.gram(store, mode=mode, memory=MEMORY)
         check_kernel(kernel.array, against, against, mode, dtype, network, f"K={k}")
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize(
     ("network", "outputs", "select"),
-    [
-        ("mlp", "sum", None),
-        ("nested", "sum", None),
-        ("mlp", (2, 0), None),
-        ("attention", (1,), "qkv"),
-        ("nested", "all", "^head/"),
-    ],
+    [("mlp", "sum", None), ("nested", "sum", None), ("mlp", (2, 0), None), ("attention", (1,), "qkv"), ("nested", "all", "^head/")],
 )
 def test_chosen_outputs_and_leaves_are_those_of_jacrev(network, outputs, select, dtype):
     store, truth = store_of(network, 3, dtype, outputs, select)
     name = network, select or (outputs if isinstance(outputs, str) else str(list(outputs)))
-    rows = check_rows(store, truth, *name)
-    against = rows if dtype == "bfloat16" else truth
-    check_kernel(jacstore.gram(store, memory=MEMORY).array, against, against, "full", dtype, *name)
+    check_rows(store, truth, *name)
+    check_kernel(jacstore.gram(store, memory=MEMORY).array, truth, truth, "full", dtype, *name)
 
 
-@pytest.mark.parametrize("network", list(NETWORKS))
-def test_the_sum_over_outputs_is_the_sum_of_their_rows(network):
-    one, truth = store_of(network, 3, "float64", "sum")
-    all_outputs = case(network, 3)[3]
-    assert row_error(truth, all_outputs.sum(1, keepdims=True)) <= 1e-14
-    assert row_error(one.array.compute(scheduler="synchronous")[:, None], truth) <= 1e-12
+@pytest.mark.parametrize("network", ["mlp", "nested"])
+def test_the_rows_of_summed_outputs_are_the_sums_of_rows(network):
+    found = store_of(network, 3, "float64", "sum")[0].array.compute(scheduler="synchronous")
+    assert row_error(found[:, None], case(network, 3)[3].sum(1, keepdims=True)) <= 1e-12
 
 
 @pytest.mark.parametrize("network", list(NETWORKS))
@@ -258,23 +252,20 @@ def test_outputs_are_stored_beside_the_rows(network):
     apply, params, inputs, _ = case(network, 3)
     store, _ = store_of(network, 3, "float64")
     with jax.enable_x64(True), jax.default_matmul_precision("highest"):
-        tree = jax.jit(jax.vmap(apply, (None, 0)))(jax.tree_util.tree_map(wide, params), jax.tree_util.tree_map(wide, inputs))
+        tree = jax.jit(jax.vmap(apply, (None, 0)))(*jax.tree_util.tree_map(wide, (params, inputs)))
     truth = np.concatenate([np.asarray(leaf) for leaf in jax.tree_util.tree_leaves(tree)], -1)
-    assert row_error(store.outputs, truth) <= 1e-13
+    assert row_error(store.outputs, truth) <= 1e-12
 
 
-def test_a_rectangular_kernel_is_the_product_of_both_jacobians():
-    apply, params, inputs, truth = case("mlp", 3)
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_a_rectangular_kernel_is_the_product_of_both_jacobians(dtype):
+    apply, params, _, truth = case("mlp", 3)
     other = np.random.default_rng(3).normal(size=(4, 5)).astype(np.float32)
     other_truth = jacobian(apply, params, other)
-    for dtype in ("float64", "float32"):
-        stores = [
-            jacstore.build(Problem(apply=apply, params=params, inputs=x), None, dtype=dtype, memory=MEMORY)
-            for x in (inputs, other)
-        ]
-        for mode in ("full", "trace", "diagonal"):
-            kernel = jacstore.gram(*stores, mode=mode, memory=MEMORY, tile=3)
-            check_kernel(kernel.array, truth, other_truth, mode, dtype, "mlp", "x other")
+    columns = jacstore.build(Problem(apply=apply, params=params, inputs=other), None, dtype=dtype, memory=MEMORY)
+    for mode in ("full", "trace", "diagonal"):
+        kernel = jacstore.gram(store_of("mlp", 3, dtype)[0], columns, mode=mode, memory=MEMORY, tile=3)
+        check_kernel(kernel.array, truth, other_truth, mode, dtype, "mlp", "x other")
 
 
 # --- properties -------------------------------------------------------------------------------------------------------
@@ -297,29 +288,37 @@ def is_leaf(node):
 
 
 def random_network(tree, k, seed):
-    """Arrays for a tree of (shape, dtype), and an `apply` in which every leaf reaches every output."""
+    """Arrays for a tree of (shape, dtype), and an `apply` in which every leaf reaches every output.
+
+    No entry of a row is a difference of large terms: arguments of sine stay below 0.9, mixed signs differ by column.
+    """
     rng = np.random.default_rng(seed)
 
     def values(leaf):
         shape, dtype = leaf
-        drawn = rng.integers(1, 4, size=shape) if dtype == "int32" else rng.normal(size=shape)
+        drawn = rng.integers(1, 4, size=shape) if dtype == "int32" else rng.uniform(-1, 1, size=shape)
         return np.asarray(drawn, dtype)
 
     params = jax.tree_util.tree_map(values, tree, is_leaf=is_leaf)
-    sizes = [leaf.size for leaf in jax.tree_util.tree_leaves(params)]
-    mixing = [rng.normal(size=(k, size)) / math.sqrt(size) for size in sizes]
+    mixing = []
+    for leaf in jax.tree_util.tree_leaves(params):
+        signs = rng.choice([-1, 1], size=leaf.size)
+        mixing.append(rng.uniform(0.1, 0.6, size=(k, leaf.size)) * signs / np.abs(leaf).sum())
 
     def apply(p, x):
         y = jnp.ones(k, x.dtype)
         for n, (leaf, matrix) in enumerate(zip(jax.tree_util.tree_leaves(p), mixing, strict=True)):
-            y = y + jnp.sin(matrix.astype(x.dtype) @ jnp.ravel(leaf).astype(x.dtype) * (1 + x[n % len(x)])) * (1.5 + jnp.cos(y))
+            mixed = matrix.astype(x.dtype) @ jnp.ravel(leaf).astype(x.dtype)
+            y = y + 0.3 * jnp.sin(mixed * (1 + x[n % len(x)])) * (1.5 + jnp.cos(y))
         return y
 
     return apply, params
 
 
 @given(data=st.data())
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=20, phases=[Phase.generate], deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
 def test_rows_and_kernels_do_not_depend_on_tree_sizes_codec_or_tiles(data, tmp_path_factory):
     tree = data.draw(TREES.filter(lambda t: any(d == "float32" for _, d in jax.tree_util.tree_leaves(t, is_leaf=is_leaf))))
     n, k = data.draw(st.integers(1, 7), label="N"), data.draw(st.integers(1, 4), label="K")
@@ -329,7 +328,7 @@ def test_rows_and_kernels_do_not_depend_on_tree_sizes_codec_or_tiles(data, tmp_p
         name: data.draw(st.none() | st.integers(1, most), label=name)
         for name, most in (("batch_size", n + 2), ("output_batch", k + 1), ("unit_size", n + 2))
     }
-    codec = data.draw(st.sampled_from(["auto", "none", "lz4", "zstd"]), label="codec")
+    codec = data.draw(st.sampled_from(["none", "lz4", "zstd"]), label="codec")
     mode = data.draw(st.sampled_from(MODES), label="mode")
     tile = data.draw(st.none() | st.integers(1, n + 2), label="tile")
     by_leaf, triangle = data.draw(st.booleans(), label="by_leaf"), data.draw(st.booleans(), label="triangle")
