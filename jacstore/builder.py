@@ -6,12 +6,10 @@ writing (threads of the writer). At most two units are alive: the one being fill
 
 from __future__ import annotations
 
-import hashlib
 import math
-import os
 import random
-import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -23,16 +21,18 @@ import numpy as np
 
 from jacstore import hierarchy, machine
 from jacstore.assembly import gram
-from jacstore.errors import Interrupted, JacstoreError, Mismatch, Refused
+from jacstore.codec import fastest_codec, measured_disk_speed
+from jacstore.errors import Interrupted, Mismatch, Refused
 from jacstore.files import Folder
 from jacstore.jacobian import BatchRows, DevicePass, device, device_budget
 from jacstore.machine import format_size, parse_size
-from jacstore.pieces import CODECS, compress
-from jacstore.plan import PIECE_BYTES, StorePlan, plan_store
+from jacstore.pieces import CODECS
+from jacstore.plan import StorePlan, plan_store
 from jacstore.problem import Prepared, Problem, prepare
 from jacstore.progress import BatchDone, Listener, Started, silent
 from jacstore.store import DTYPES, JacobianStore, storage_dtype
 from jacstore.terms import dense_leaves
+from jacstore.unit import Unit, hash_inputs
 from jacstore.writer import StoreWriter
 
 LAYOUTS = ("auto", "dense", "factored")
@@ -228,7 +228,6 @@ class _Job:
         self.n_columns = sum(leaf.size for leaf in self.leaves)
         self.device_pass: DevicePass | None = None
         self.seconds_compile = 0.0
-        self._first: list[BatchRows] | None = None
 
     @property
     def outputs_dtype(self) -> str:
@@ -258,8 +257,8 @@ class _Job:
             return plan, self.options.codec if self.options.codec != "auto" else "none"
         passes = self.compile(plan.unit_size)
         stop = min(passes.batch_size, plan.unit_size, self.prepared.n_examples)
-        self._first = list(self._rows(self.prepared.read(0, stop)))
-        return plan, _fastest_codec(self._first, disk_speed or measured_disk_speed(Path(self.out).absolute()))
+        sample = next(self._rows(self.prepared.read(0, stop))).rows
+        return plan, fastest_codec(sample, disk_speed or measured_disk_speed(Path(self.out).absolute()))
 
     def choose(self) -> tuple[str, int]:
         """Codec and unit size for a new store."""
@@ -295,7 +294,7 @@ class _Job:
         chosen = {*done[:1], *done[-1:], *random.sample(done, min(len(done), UNITS_REHASHED - 2))}
         for unit in sorted(chosen):
             start, stop = store.unit_range(unit)
-            if _hash_inputs(self.prepared.read(start, stop)) != store.record(unit)["inputs"]:
+            if hash_inputs(self.prepared.read(start, stop)) != store.record(unit)["inputs"]:
                 raise Mismatch(
                     f"{store.path} was built from another request (inputs: examples {start} to {stop - 1} changed); "
                     "give the same inputs, choose another --out (out=), or start anew with --overwrite (overwrite=True)"
@@ -318,25 +317,26 @@ class _Job:
         writing: list[Future[float]] = []
         try:
             inputs = _ahead(inputs_pool, lambda batch: self.prepared.read(batch[2], batch[3]), batches)
-            unit: _Unit | None = None
+            unit: Unit | None = None
             # Memory of written units is used again: fresh pages cost as much as copying rows into them.
             spare: list[dict[str, np.ndarray]] = []
-            for (start, last, a, b), examples in inputs:
+            began = time.perf_counter()
+            for (start, last, a, b), examples, rows in _rows_in_order(passes, inputs):
                 if stop():
                     raise interrupted(f"{len(writer.missing)} of {len(writer.units)} units missing")
                 if unit is None:
-                    unit = _Unit(writer, start, last, self.outputs_dtype, spare)
-                began = time.perf_counter()
-                unit.hash(examples)
-                for rows in self._first_or_rows(start, a, b, examples):
-                    unit.fill(a, rows)
+                    unit = Unit(writer, start, last, self.outputs_dtype, spare)
+                unit.fill(a, rows)
                 times["seconds_device"] += time.perf_counter() - began
-                listener(BatchDone(examples=b - a))
-                if b == last:
-                    while len(writing) >= ahead:
-                        times["seconds_write"] += writing.pop(0).result()
+                if rows.last:
+                    unit.hash(examples)
+                    listener(BatchDone(examples=b - a))
+                if rows.last and b == last:
                     writing.append(units_pool.submit(unit.write))
+                    while len(writing) > ahead:
+                        times["seconds_write"] += writing.pop(0).result()
                     unit = None
+                began = time.perf_counter()
             times["seconds_write"] += sum(future.result() for future in writing)
         finally:
             # Whatever ended this loop, a unit that is being written is finished.
@@ -344,18 +344,12 @@ class _Job:
             units_pool.shutdown()
         return times
 
-    def _first_or_rows(self, start: int, a: int, b: int, examples: Any) -> Iterator[BatchRows]:
-        """Rows of a batch; those of the very first were computed already if a codec was measured with them."""
-        first, self._first = self._first, None
-        if first is not None and a == 0 and len(first[0].outputs) == b:
-            return iter(first)
-        return self._rows(examples)
-
     def _units_alive(self, writer: StoreWriter, passes: DevicePass) -> int:
         """How many units may be waiting for the disk while the next one is filled."""
         store = writer.store
         unit = store.bytes_decoded // store.n_examples * store.unit_size + store.files.bytes_held
-        on_host = passes.bytes_needed if device().platform == "cpu" else 0
+        # One batch is computed while another is copied.
+        on_host = 2 * passes.bytes_needed if device().platform == "cpu" else 0
         left = self.memory - on_host
         if unit > left:
             raise Refused(
@@ -363,7 +357,7 @@ class _Job:
                 f"and the device pass {format_size(on_host)} on the host; give more memory (memory=), a smaller "
                 "--batch-size (batch_size=) or --unit-size (unit_size=)"
             )
-        return 1 if 2 * unit <= left else 0
+        return min(2, left // unit - 1)
 
     def seconds_per_example(self) -> float:
         """Median of three timed batches, compile time apart."""
@@ -374,7 +368,8 @@ class _Job:
         seconds = []
         for _ in range(3):
             began = time.perf_counter()
-            self._first = list(self._rows(examples))
+            for _rows in self._rows(examples):
+                pass
             seconds.append(time.perf_counter() - began)
         return sorted(seconds)[1] / count
 
@@ -464,68 +459,20 @@ def interrupted(left: str) -> Interrupted:
     return Interrupted(f"interrupted; finished work is kept, {left}: run the same command again to continue")
 
 
-class _Unit:
-    """Rows of one unit on the host, filled batch by batch and slice by slice."""
-
-    def __init__(
-        self, writer: StoreWriter, start: int, last: int, outputs_dtype: str, spare: list[dict[str, np.ndarray]]
-    ) -> None:
-        self.writer, self.start, self._spare = writer, start, spare
-        count, k = last - start, writer.store.n_outputs
-        dtype = storage_dtype(writer.dtype)
-        self._whole = (
-            spare.pop()
-            if spare
-            else {leaf.path: np.empty((writer.store.unit_size, k, leaf.size), dtype) for leaf in writer.leaves}
-        )
-        self.rows = {path: rows[:count] for path, rows in self._whole.items()}
-        self.norms = np.empty((count, k, len(writer.leaves)))
-        self.outputs = np.empty((count, k), outputs_dtype)
-        self._hashes: list[Any] = []
-
-    def hash(self, examples: Any) -> None:
-        """Take in the inputs of a batch; the result does not depend on how a unit is cut into batches."""
-        leaves = jax.tree_util.tree_leaves(examples)
-        self._hashes = self._hashes or [hashlib.blake2b(digest_size=16) for _ in leaves]
-        for digest, leaf in zip(self._hashes, leaves, strict=True):
-            digest.update(np.ascontiguousarray(leaf).view(np.uint8).reshape(-1).data)
-
-    def inputs_hash(self) -> str:
-        """Hash of all inputs taken in."""
-        return hashlib.blake2b(b"".join(d.digest() for d in self._hashes), digest_size=16).hexdigest()
-
-    def fill(self, a: int, rows: BatchRows) -> None:
-        """Copy the rows of a batch that begins at example `a`."""
-        at = slice(a - self.start, a - self.start + len(rows.outputs))
-        outputs = slice(rows.first_output, rows.first_output + rows.norms.shape[1])
-        for target, values in zip(self.rows.values(), rows.rows, strict=True):
-            target[at, outputs] = values
-        self.norms[at, outputs] = rows.norms
-        self.outputs[at] = rows.outputs
-
-    def write(self) -> float:
-        """Store the unit; returns the seconds it took."""
-        began = time.perf_counter()
-        shaped = {
-            leaf.path: self.rows[leaf.path].reshape(*self.norms.shape[:2], *leaf.shape) for leaf in self.writer.leaves
-        }
-        facts = {"inputs": self.inputs_hash()}
-        try:
-            self.writer.write_unit(self.start, shaped, outputs=self.outputs, norms=self.norms, facts=facts)
-        except JacstoreError:
-            raise
-        except Exception as error:
-            error.add_note(f"while writing the unit of examples {self.start} to {self.start + len(self.norms) - 1}")
-            raise
-        self._spare.append(self._whole)
-        return time.perf_counter() - began
+def _rows_in_order(passes: DevicePass, inputs: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any, BatchRows]]:
+    """Batch, inputs and rows of each device pass; the next pass is started before one is waited for."""
+    started: deque[tuple[Any, Any, int, Any]] = deque()
+    for batch, examples in inputs:
+        for first, values in passes.dispatch(examples):
+            started.append((batch, examples, first, values))
+            if len(started) > 1:
+                yield _landed(passes, *started.popleft())
+    while started:
+        yield _landed(passes, *started.popleft())
 
 
-def _hash_inputs(examples: Any) -> str:
-    unit = _Unit.__new__(_Unit)
-    unit._hashes = []
-    unit.hash(examples)
-    return unit.inputs_hash()
+def _landed(passes: DevicePass, batch: Any, examples: Any, first: int, values: Any) -> tuple[Any, Any, BatchRows]:
+    return batch, examples, passes.fetch(first, values, batch[3] - batch[2])
 
 
 def _ahead(pool: ThreadPoolExecutor, read: Callable[[Any], Any], batches: list[Any]) -> Iterator[tuple[Any, Any]]:
@@ -551,39 +498,3 @@ def _restrict(prepared: Prepared, examples: tuple[int, int] | None) -> tuple[Pre
     read = prepared.read
     shifted = replace(prepared, n_examples=last - first, read=lambda a, b: read(first + a, first + b))
     return shifted, first
-
-
-def _fastest_codec(batch: list[BatchRows], disk_speed: float) -> str:
-    """The codec with the least expected time to encode and write: measured on rows of a first batch.
-
-    Float rows seldom compress by more than a tenth, but rows of a ReLU network on sparse images are mostly zeros.
-    """
-    rows = [row[:, 0] for row in batch[0].rows]
-    kept = max(1, 4 * PIECE_BYTES // sum(row[0].nbytes for row in rows))
-    sample = np.ascontiguousarray(np.concatenate([row[:kept] for row in rows], -1)).reshape(-1)
-    pieces = [
-        sample[a : a + PIECE_BYTES // sample.itemsize] for a in range(0, len(sample), PIECE_BYTES // sample.itemsize)
-    ]
-    pieces = pieces[:: max(1, len(pieces) // 16)]
-    total = sum(piece.nbytes for piece in pieces)
-    seconds = {"none": 1 / disk_speed}
-    for codec in CODECS[1:]:
-        began = time.perf_counter()
-        encoded = sum(len(compress(piece, codec)) for piece in pieces)
-        encoding = (time.perf_counter() - began) / total / machine.cores()
-        # A gain of less than a tenth is not worth decoding for.
-        seconds[codec] = 1.1 * max(encoding, encoded / total / disk_speed)
-    return min(seconds, key=lambda codec: seconds[codec])
-
-
-def measured_disk_speed(folder: Path) -> float:
-    """Bytes a second of writing and flushing a small file there."""
-    while not folder.is_dir():
-        folder = folder.parent
-    data = np.random.default_rng(0).bytes(32_000_000)
-    began = time.perf_counter()
-    with tempfile.TemporaryFile(dir=folder) as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return len(data) / (time.perf_counter() - began)

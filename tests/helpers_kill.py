@@ -26,7 +26,8 @@ PIECE_COLUMNS = 14
 class Job:
     """A build, or a gram with a checkpoint after every slab, small enough to be killed at every step.
 
-    `size` makes it larger: an MLP of some 300,000 parameters and 400 examples, with checkpoints when they are due.
+    Kind "parts" is a gram in two parts, one after the other, whose sums over half of the columns are added up at last.
+    `large` makes a job an MLP of some 300,000 parameters and 400 examples, with checkpoints when they are due.
     """
 
     kind: str
@@ -47,6 +48,10 @@ class Job:
             # Due at once, however quick the first one was.
             jacstore.checkpoints.CHECKPOINT_SHARE = 1e9
         options: dict[str, Any] = dict(self.options)
+        if self.kind == "parts":
+            for part in ((1, 2), (2, 2)):
+                kernel = assembly.gram(self.store, out=self.out, listener=listener, part=part, **options)
+            return kernel
         if self.kind == "gram":
             return assembly.gram(self.store, out=self.out, listener=listener, **options)
         if self.large:

@@ -921,6 +921,7 @@ def test_case_28_a_unit_is_written_before_the_next_where_memory_holds_one(truth,
 @pytest.mark.xfail(reason="fault 14: the temporary folder is left to the garbage collector, which warns", strict=True)
 def test_case_28_a_store_in_ram_moves_to_a_folder_beyond_its_memory(truth, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(jacstore.plan, "PIECE_COLUMNS", (66, 66))
     store = build(mlp(10), None, unit_size=2, memory=5000, batch_size=1, output_batch=1)
     assert len(list(tmp_path.iterdir())) == 1 and "rows/c/4/0/0" in contents(next(tmp_path.iterdir()))
     assert row_error(rows_of(store), truth) <= FLOAT32

@@ -1,0 +1,79 @@
+"""In: rows of batches as they come from the device. Out: a whole unit, handed to the writer with its inputs' hash."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from jacstore.errors import JacstoreError
+from jacstore.jacobian import BatchRows
+from jacstore.store import storage_dtype
+from jacstore.writer import StoreWriter
+
+
+class Unit:
+    """Rows of one unit on the host, filled batch by batch and slice by slice."""
+
+    def __init__(
+        self, writer: StoreWriter, start: int, last: int, outputs_dtype: str, spare: list[dict[str, np.ndarray]]
+    ) -> None:
+        self.writer, self.start, self._spare = writer, start, spare
+        count, k = last - start, writer.store.n_outputs
+        dtype = storage_dtype(writer.dtype)
+        self._whole = (
+            spare.pop()
+            if spare
+            else {leaf.path: np.empty((writer.store.unit_size, k, leaf.size), dtype) for leaf in writer.leaves}
+        )
+        self.rows = {path: rows[:count] for path, rows in self._whole.items()}
+        self.norms = np.empty((count, k, len(writer.leaves)))
+        self.outputs = np.empty((count, k), outputs_dtype)
+        self._hashes: list[Any] = []
+
+    def hash(self, examples: Any) -> None:
+        """Take in the inputs of a batch; the result does not depend on how a unit is cut into batches."""
+        leaves = jax.tree_util.tree_leaves(examples)
+        self._hashes = self._hashes or [hashlib.blake2b(digest_size=16) for _ in leaves]
+        for digest, leaf in zip(self._hashes, leaves, strict=True):
+            digest.update(np.ascontiguousarray(leaf).view(np.uint8).reshape(-1).data)
+
+    def inputs_hash(self) -> str:
+        """Hash of all inputs taken in."""
+        return hashlib.blake2b(b"".join(d.digest() for d in self._hashes), digest_size=16).hexdigest()
+
+    def fill(self, a: int, rows: BatchRows) -> None:
+        """Copy the rows of a batch that begins at example `a`."""
+        at = slice(a - self.start, a - self.start + len(rows.outputs))
+        outputs = slice(rows.first_output, rows.first_output + rows.norms.shape[1])
+        for target, values in zip(self.rows.values(), rows.rows, strict=True):
+            target[at, outputs] = values
+        self.norms[at, outputs] = rows.norms
+        self.outputs[at] = rows.outputs
+
+    def write(self) -> float:
+        """Store the unit; returns the seconds it took."""
+        began = time.perf_counter()
+        shaped = {
+            leaf.path: self.rows[leaf.path].reshape(*self.norms.shape[:2], *leaf.shape) for leaf in self.writer.leaves
+        }
+        facts = {"inputs": self.inputs_hash()}
+        try:
+            self.writer.write_unit(self.start, shaped, outputs=self.outputs, norms=self.norms, facts=facts)
+        except JacstoreError:
+            raise
+        except Exception as error:
+            error.add_note(f"while writing the unit of examples {self.start} to {self.start + len(self.norms) - 1}")
+            raise
+        self._spare.append(self._whole)
+        return time.perf_counter() - began
+
+
+def hash_inputs(examples: Any) -> str:
+    unit = Unit.__new__(Unit)
+    unit._hashes = []
+    unit.hash(examples)
+    return unit.inputs_hash()

@@ -1,0 +1,407 @@
+"""Claims about plans: everything is computed once, memory holds, bytes are counted right, refusals can be followed."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections import Counter
+from functools import cache
+from itertools import pairwise
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from jacstore import plan as planning
+from jacstore.errors import Refused
+from jacstore.plan import MODES, GramPlan, Group, Side, StorePlan, block_shape, plan_gram, plan_store
+
+GIB = 2**30
+quick = settings(max_examples=80, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+
+
+def log_integers(low, high):
+    """Integers of every order of magnitude."""
+    return st.floats(math.log(low), math.log(high)).map(lambda x: min(max(round(math.exp(x)), low), high))
+
+
+# --- stores -----------------------------------------------------------------------------------------------------------
+
+STORES = st.fixed_dictionaries(
+    {
+        "n_examples": log_integers(1, 1_000_000),
+        "n_outputs": log_integers(1, 1000),
+        "n_columns": log_integers(1, 10_000_000),
+        "itemsize": st.sampled_from([2, 4, 8]),
+        "memory": log_integers(1, 10**12),
+    }
+)
+
+
+def covers(total, size):
+    """Say whether cuts of `size` cover `total`, the last one not empty and none smaller than evenness asks for."""
+    parts = -(-total // size)
+    return (parts - 1) * size < total <= parts * size
+
+
+@given(sizes=STORES, unit_size=st.none() | log_integers(1, 2_000_000))
+@quick
+def test_units_pieces_and_files_cover_the_array_exactly(sizes, unit_size):
+    try:
+        plan = plan_store(**sizes, unit_size=unit_size)
+    except Refused as refusal:
+        assert "--unit-size" in str(refusal) and "files" in str(refusal)
+        return
+    assert covers(plan.n_examples, plan.unit_size)
+    assert plan.n_units == -(-plan.n_examples // plan.unit_size)
+    assert covers(plan.n_columns, plan.piece_columns)
+    assert 1 <= plan.pieces_per_file <= -(-plan.n_columns // plan.piece_columns)
+    files = -(-(-(-plan.n_columns // plan.piece_columns)) // plan.pieces_per_file)
+    assert plan.n_files == plan.n_units * (files + 3)
+    assert plan.n_files <= 4 * planning.MAX_FILES
+    assert plan.bytes_rows == math.prod(sizes[k] for k in ("n_examples", "n_outputs", "n_columns", "itemsize"))
+    if unit_size is not None:
+        assert plan.unit_size == min(unit_size, plan.n_examples)
+
+
+@given(sizes=STORES)
+@quick
+def test_a_chosen_unit_takes_an_eighth_of_the_memory_and_a_chosen_piece_no_more(sizes):
+    try:
+        plan = plan_store(**sizes)
+    except Refused:
+        return
+    example = plan.n_outputs * plan.n_columns * plan.itemsize
+    assert plan.unit_bytes <= max(sizes["memory"] // 8, example)
+    slab = plan.n_examples * plan.n_outputs * plan.itemsize * plan.piece_columns
+    piece = plan.unit_size * plan.n_outputs * plan.itemsize * plan.piece_columns
+    narrowest = plan.piece_columns <= planning.PIECE_COLUMNS[0]
+    assert narrowest or (slab <= sizes["memory"] // 8 and piece <= planning.PIECE_BYTES)
+
+
+@given(sizes=STORES)
+@quick
+def test_a_store_has_at_most_twenty_thousand_files_unless_its_units_are_tiny(sizes):
+    try:
+        plan = plan_store(**sizes)
+    except Refused:
+        return
+    assert plan.n_files <= planning.MAX_FILES + 4 * plan.n_units
+
+
+def test_too_many_files_are_refused_and_the_advice_helps():
+    sizes = {"n_examples": 100_000, "n_outputs": 1, "n_columns": 1000, "itemsize": 4, "memory": 10**9}
+    with pytest.raises(Refused, match=r"400,000 files; at most 80,000 .* larger --unit-size \(unit_size=\)"):
+        plan_store(**sizes, unit_size=1)
+    assert plan_store(**sizes, unit_size=100).n_files <= 80_000
+
+
+# --- kernels: a model of its own --------------------------------------------------------------------------------------
+
+
+@st.composite
+def sides(draw):
+    return Side(
+        n_examples=draw(log_integers(1, 40)),
+        unit_size=draw(st.integers(1, 20)),
+        piece_columns=draw(st.integers(1, 16)),
+        itemsize=draw(st.sampled_from([2, 4, 8])),
+    )
+
+
+@st.composite
+def requests(draw, **fixed):
+    rows = draw(sides())
+    mode = draw(st.sampled_from(MODES))
+    n_columns = draw(log_integers(1, 80))
+    borders = draw(st.none() | st.sets(st.integers(1, n_columns), max_size=4))
+    return {
+        "mode": mode,
+        "rows": rows,
+        "cols": None if mode == "blocks" else draw(st.none() | sides()),
+        "n_outputs": draw(st.integers(1, 4)),
+        "n_columns": n_columns,
+        "product_itemsize": draw(st.sampled_from([2, 4, 8])),
+        "memory": draw(log_integers(1000, 10**6)),
+        "workers": draw(st.integers(1, 4)),
+        "tile": draw(st.none() | st.integers(1, 50)),
+        "leaf_borders": None if borders is None else sorted({0, *(b for b in borders if b < n_columns)}),
+    } | fixed
+
+
+def planned(request):
+    """The plan, or the one for the memory that the refusal names."""
+    try:
+        return plan_gram(**request), request["memory"]
+    except Refused as refusal:
+        assume("tiles in" not in str(refusal))
+        memory = named_memory(refusal)
+        return plan_gram(**request | {"memory": memory}), memory
+
+
+def named_memory(refusal):
+    """Bytes that a refusal asks for."""
+    return int(re.search(r"give at least ([\d,]+) bytes \(memory=\)", str(refusal))[1].replace(",", ""))
+
+
+def ranges_of(plan, group):
+    """(side, first, last) of the examples that a group reads: one range where both sides overlap or touch."""
+    a, b = (min(t * plan.tile, plan.rows.n_examples) for t in group.rows)
+    c, d = (min(t * plan.tile, plan.cols.n_examples) for t in group.cols)
+    if plan.symmetric and (set(range(a, b + 1)) & set(range(c, d + 1))):
+        return [(plan.rows, min(a, c), max(b, d))]
+    return [(plan.rows, a, b), (plan.cols, c, d)]
+
+
+def bytes_touched(plan, groups):
+    """Count the bytes of every piece that every slab of every group touches, one example and one column at a time."""
+    slabs = [slab for columns in plan.splits for slab in plan.slabs(columns)]
+    total = 0
+    for side, a, b in (part for group in groups for part in ranges_of(plan, group)):
+        examples = touched(side.n_examples, side.unit_size, a, b)
+        columns = sum(touched(plan.n_columns, side.piece_columns, first, last) for first, last in slabs)
+        total += examples * columns * plan.n_outputs * side.itemsize
+    return total
+
+
+@cache
+def touched(total, size, first, last):
+    """How many of `total` lie in parts of `size` that the range touches."""
+    parts = {n // size for n in range(first, last)}
+    return sum(n // size in parts for n in range(total))
+
+
+def bytes_held(plan, group, width, request, copies=(2, 3)):
+    """Bytes of a group's accumulators, scratch tiles, slabs and buffers of reading threads."""
+    held = sum(8 * math.prod(plan.tile_shape(i, j)) for i, j in plan.tiles_of(group))
+    edge = (min(plan.tile, side.n_examples) for side in (plan.rows, plan.cols))
+    held += copies[1] * 8 * math.prod(block_shape(plan.mode, *edge, plan.n_outputs))
+    examples = sum(b - a for _, a, b in ranges_of(plan, group))
+    held += copies[0] * examples * plan.n_outputs * width * request["product_itemsize"]
+    piece = max(side.unit_size * side.piece_columns * side.itemsize for side in (plan.rows, plan.cols))
+    return held + planning.IO_THREADS * 3 * piece * plan.n_outputs
+
+
+# --- kernels: properties ----------------------------------------------------------------------------------------------
+
+
+@given(request=requests())
+@quick
+def test_every_tile_is_computed_once_and_mirrors_never(request):
+    plan, _ = planned(request)
+    across, down = plan.grid
+    wanted = {
+        (i, j)
+        for i in range(across)
+        for j in range(down)
+        if (i == j if plan.mode == "blocks" else i <= j or not plan.symmetric)
+    }
+    computed = Counter(tile for group in plan.groups for tile in plan.tiles_of(group))
+    assert set(computed) == wanted
+    assert set(computed.values()) == {1}
+    assert plan.tiles_total == len(wanted)
+    assert covers(plan.rows.n_examples, min(plan.tile, plan.rows.n_examples))
+
+
+@given(request=requests())
+@quick
+def test_every_column_is_in_one_slab_of_each_group_and_one_item_a_split(request):
+    plan, _ = planned(request)
+    assert [item.number for item in plan.items] == list(range(len(plan.groups) * len(plan.splits)))
+    for group in range(len(plan.groups)):
+        columns = [item.columns for item in plan.items if item.group == group]
+        slabs = [slab for split in columns for slab in plan.slabs(split)]
+        assert slabs[0][0] == 0 and slabs[-1][1] == plan.n_columns
+        assert all(a < b for a, b in slabs)
+        assert all(left[1] == right[0] for left, right in pairwise(slabs))
+        assert max(b - a for a, b in slabs) <= plan.slab_columns
+    # Inside a split a slab ends where a piece ends, so that no piece is read twice.
+    inner = [b for split in plan.splits for _, b in plan.slabs(split)[:-1]]
+    assert all(b % plan.piece_columns == 0 for b in inner)
+
+
+@given(request=requests())
+@quick
+def test_a_leaf_that_is_kept_apart_is_summed_by_one_item(request):
+    assume(request["leaf_borders"])
+    plan, _ = planned(request)
+    borders = {border for split in plan.splits for border in split}
+    assert borders <= {*request["leaf_borders"], plan.n_columns}
+
+
+@given(request=requests())
+@quick
+def test_the_plan_stays_within_the_memory(request):
+    plan, memory = planned(request)
+    assert plan.memory_bytes <= memory
+    width = min(plan.slab_columns, plan.n_columns)
+    running = min(request["workers"], len(plan.items))
+    largest = max(bytes_held(plan, group, width, request) for group in plan.groups)
+    assert plan.memory_bytes == largest * running
+
+
+@given(request=requests())
+@quick
+def test_expected_bytes_are_those_of_the_pieces_touched(request):
+    plan, _ = planned(request)
+    assert plan.bytes_expected == bytes_touched(plan, plan.groups)
+    stores = [plan.rows] if plan.symmetric else [plan.rows, plan.cols]
+    stored = sum(side.n_examples * side.itemsize for side in stores) * plan.n_outputs * plan.n_columns
+    assert plan.bytes_stored == stored
+    assert plan.passes == plan.bytes_expected / stored
+    if plan.schedule == "one pass" and plan.rows.piece_columns == plan.cols.piece_columns:
+        assert plan.passes == 1
+
+
+@given(request=requests())
+@quick
+def test_flops_are_two_for_each_kernel_entry_and_column(request):
+    plan, _ = planned(request)
+    entries = sum(math.prod(plan.tile_shape(i, j)) for group in plan.groups for i, j in plan.tiles_of(group))
+    outputs = plan.n_outputs if plan.mode == "trace" else 1
+    assert plan.flops == 2 * entries * plan.n_columns * outputs
+
+
+@given(request=requests())
+@quick
+def test_a_plan_survives_json(request):
+    plan, _ = planned(request)
+    assert GramPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+
+
+@given(request=requests(memory=1))
+@quick
+def test_a_refusal_names_a_memory_that_suffices(request):
+    with pytest.raises(Refused, match="--memory") as caught:
+        plan_gram(**request)
+    memory = named_memory(caught.value)
+    assert plan_gram(**request | {"memory": memory}).memory_bytes <= memory
+
+
+def greedy_strips(plan, fits):
+    """Column strips from the right, as wide as fits."""
+    groups, end = [], plan.grid[0]
+    while end:
+        start = next((s for s in range(end) if fits(Group(rows=(0, end), cols=(s, end)))), None)
+        if start is None:
+            return None
+        groups.append(Group(rows=(0, end), cols=(start, end)))
+        end = start
+    return groups
+
+
+def largest_squares(plan, fits):
+    """The largest squares of which all fit."""
+    n = plan.grid[0]
+    for r in range(n, 0, -1):
+        groups = [
+            Group(rows=(i, min(i + r, n)), cols=(j, min(j + r, n))) for i in range(0, n, r) for j in range(i, n, r)
+        ]
+        if all(fits(group) for group in groups):
+            return groups
+    return None
+
+
+@given(request=requests(cols=None, workers=1, leaf_borders=None), tile=st.integers(1, 8))
+@quick
+def test_of_strips_and_squares_the_plan_takes_the_fewer_bytes(request, tile):
+    assume(request["mode"] != "blocks")
+    plan, memory = planned(request | {"tile": tile})
+    width = min(plan.piece_columns, plan.n_columns)
+    ways = [
+        groups
+        for groups in (way(plan, lambda g: bytes_held(plan, g, width, request) <= memory) for way in (greedy_strips, largest_squares))
+        if groups
+    ]
+    # Both ways read slabs of whole pieces, so bytes do not depend on how wide a slab is.
+    assert plan.bytes_expected == min(bytes_touched(plan, groups) for groups in ways)
+
+
+# --- kernels: known sizes ---------------------------------------------------------------------------------------------
+
+
+def big(n_examples, memory, **changes):
+    side = Side(n_examples=n_examples, unit_size=512, piece_columns=512, itemsize=4)
+    request = {"mode": "full", "rows": side, "cols": None, "n_outputs": 1, "n_columns": 2_400_000, "product_itemsize": 4}
+    return plan_gram(**request | {"memory": memory} | changes)
+
+
+def strips_of_the_formula(rows, elements):
+    """formulas.md section 2: `a_{q+1} = sqrt(a_q^2 - 2 S)`, passes `sum a_q / R`."""
+    ends = [float(rows)]
+    while ends[-1] ** 2 > 2 * elements:
+        ends.append(math.sqrt(ends[-1] ** 2 - 2 * elements))
+    return sum(ends) / rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "gib", "schedule"),
+    [
+        (30_000, 16, "one pass"),
+        (100_000, 16, "strips"),
+        (100_000, 139, "one pass"),
+        (300_000, 64, "squares"),
+        (300_000, 139, "strips"),
+        (300_000, 16, "squares"),
+    ],
+)
+def test_passes_are_those_of_the_formula(rows, gib, schedule):
+    plan = big(rows, gib * GIB)
+    # Accumulators are float64 here.
+    elements = gib * GIB / 8
+    expected = strips_of_the_formula(rows, elements)
+    if schedule == "squares":
+        expected = min(expected, math.ceil(rows / math.sqrt(elements)))
+    bound = max(1.0, rows / math.sqrt(2 * elements))
+    print(f"{rows:>8} rows {gib:>4} GiB: bound {bound:.2f}, formula {expected:.2f}, plan {plan.passes:.2f} {plan.schedule}")
+    assert plan.schedule == schedule
+    assert bound <= plan.passes
+    # Whole tiles, two slabs and the units at the borders of groups cost a little.
+    assert plan.passes <= 1.1 * expected
+
+
+@pytest.mark.parametrize("other", [None, 300_000])
+@pytest.mark.parametrize("outputs", [1, 10])
+@pytest.mark.parametrize("gib", [16, 64])
+def test_a_plan_for_a_kernel_of_300000_rows_takes_under_two_seconds(gib, outputs, other):
+    cols = None if other is None else Side(n_examples=other // outputs, unit_size=512, piece_columns=512, itemsize=4)
+    started = time.process_time()
+    plan = big(300_000 // outputs, gib * GIB, cols=cols, n_outputs=outputs)
+    assert time.process_time() - started < 2
+    assert len(plan.items) <= planning.MAX_ITEMS
+    assert math.prod(plan.grid) <= planning.MAX_FILES
+
+
+def test_too_many_tiles_are_refused_and_the_advice_helps():
+    side = Side(n_examples=150, unit_size=10, piece_columns=8, itemsize=4)
+    request = {"mode": "full", "rows": side, "cols": None, "n_outputs": 1, "n_columns": 20, "product_itemsize": 4}
+    with pytest.raises(Refused, match=r"22,500 tiles .* at most 20,000 .*--tile \(tile=\)"):
+        plan_gram(**request, memory=10**9, tile=1)
+    assert plan_gram(**request, memory=10**9, tile=2).tiles_total == 75 * 76 // 2
+
+
+@pytest.mark.parametrize("leaves", [1, 8, 100])
+def test_tiles_that_nobody_asked_for_never_make_too_many_files(leaves):
+    plan = big(300_000, 64 * GIB, leaf_borders=[2_400_000 * n // leaves for n in range(leaves)])
+    assert math.prod(plan.grid) * leaves <= planning.MAX_FILES
+
+
+def test_by_leaf_every_tile_counts_once_for_each_leaf():
+    side = Side(n_examples=100, unit_size=10, piece_columns=8, itemsize=4)
+    request = {"mode": "full", "rows": side, "cols": None, "n_outputs": 1, "n_columns": 20, "product_itemsize": 4}
+    with pytest.raises(Refused, match="30,000 tiles"):
+        plan_gram(**request, memory=10**9, tile=1, leaf_borders=[0, 5, 11])
+
+
+def test_more_workers_split_columns_before_they_read_anything_twice():
+    one, four = (big(30_000, 64 * GIB, workers=w) for w in (1, 4))
+    assert one.passes == four.passes == 1
+    assert [len(p.groups) for p in (one, four)] == [1, 1]
+    assert [len(p.items) for p in (one, four)] == [1, 4]
+
+
+def test_a_store_plan_is_frozen_and_keyword_only():
+    with pytest.raises(TypeError):
+        StorePlan(1, 2, 3, 4, 5, 6, 7)
