@@ -456,7 +456,7 @@ def ntk(
 
 def interrupted(left: str) -> Interrupted:
     """The error that ends a run asked to stop."""
-    return Interrupted(f"interrupted; finished work is kept, {left}: run the same command again to continue")
+    return Interrupted(f"interrupted; finished work is kept, {left}")
 
 
 def _rows_in_order(passes: DevicePass, inputs: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any, BatchRows]]:

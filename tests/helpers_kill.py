@@ -57,7 +57,7 @@ class Job:
         if self.large:
             problem = mlp(400, sizes=(64, 512, 512, 10), outputs="sum")
             return builder.build(problem, self.out, unit_size=10, codec="none", listener=listener, **options)
-        return builder.build(mlp(6), self.out, unit_size=2, batch_size=1, codec="none", listener=listener, **options)
+        return builder.build(mlp(10), self.out, unit_size=2, batch_size=1, codec="none", listener=listener, **options)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -166,7 +166,10 @@ def cnn(k):
 def nested(k):
     """Dicts in lists in dicts, a scalar, a weight used twice, an integer leaf; outputs and inputs are pytrees."""
     w, tied, head, gain = weights((4, 6), (6, 6), (6, k), ())
-    params = {"body": [{"w": w}, {"tied": tied, "steps": np.arange(6, dtype=np.int32)}], "head": {"w": head, "gain": gain}}
+    params = {
+        "body": [{"w": w}, {"tied": tied, "steps": np.arange(6, dtype=np.int32)}],
+        "head": {"w": head, "gain": gain},
+    }
 
     def apply(p, example):
         x = jnp.sin(example["x"] @ p["body"][0]["w"]) + 0.1 * p["body"][1]["steps"] * example["scale"]
@@ -232,7 +235,13 @@ def test_rows_and_kernel_are_those_of_jacrev(network, k, dtype):
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize(
     ("network", "outputs", "select"),
-    [("mlp", "sum", None), ("nested", "sum", None), ("mlp", (2, 0), None), ("attention", (1,), "qkv"), ("nested", "all", "^head/")],
+    [
+        ("mlp", "sum", None),
+        ("nested", "sum", None),
+        ("mlp", (2, 0), None),
+        ("attention", (1,), "qkv"),
+        ("nested", "all", "^head/"),
+    ],
 )
 def test_chosen_outputs_and_leaves_are_those_of_jacrev(network, outputs, select, dtype):
     store, truth = store_of(network, 3, dtype, outputs, select)
@@ -320,7 +329,9 @@ def random_network(tree, k, seed):
     max_examples=20, phases=[Phase.generate], deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
 def test_rows_and_kernels_do_not_depend_on_tree_sizes_codec_or_tiles(data, tmp_path_factory):
-    tree = data.draw(TREES.filter(lambda t: any(d == "float32" for _, d in jax.tree_util.tree_leaves(t, is_leaf=is_leaf))))
+    tree = data.draw(
+        TREES.filter(lambda t: any(d == "float32" for _, d in jax.tree_util.tree_leaves(t, is_leaf=is_leaf)))
+    )
     n, k = data.draw(st.integers(1, 7), label="N"), data.draw(st.integers(1, 4), label="K")
     outputs = data.draw(st.sampled_from(["all", "sum", tuple(reversed(range(0, k, 2)))]), label="outputs")
     dtype = data.draw(st.sampled_from(["float64", "float32", "bfloat16"]), label="dtype")

@@ -105,15 +105,15 @@ def flip(path, at=None):
 # --- 1 to 3: what is there already ------------------------------------------------------------------------------------
 
 
-def test_case_01_a_killed_build_computes_only_the_missing_units(finished, tmp_path):
+def test_case_01_a_killed_build_computes_only_the_missing_units(tmp_path):
     job = Job(kind="build", out=str(tmp_path / "run.jac"))
     outcome = run_job(job, tmp_path, when="record ledger/unit-0000001.json")
     assert outcome.killed and jacstore.open(job.out).info()["units_done"] == 1
     again = run_job(job, tmp_path)
     assert again.exitcode == 0
-    assert (again.report["units_computed"], again.report["units_reused"]) == (2, 1)
+    assert (again.report["units_computed"], again.report["units_reused"]) == (4, 1)
     whole = run_job(Job(kind="build", out=str(tmp_path / "whole.jac")), tmp_path)
-    assert whole.report["units_computed"] == 3
+    assert whole.report["units_computed"] == 5
     arrays = ("rows", "outputs", "norms")
     assert contents(tmp_path / "run.jac", *arrays) == contents(tmp_path / "whole.jac", *arrays)
 
@@ -936,14 +936,14 @@ def test_case_28_a_store_in_ram_moves_to_a_folder_beyond_its_memory(truth, tmp_p
 
 
 def test_case_29_gram_of_an_unfinished_build_says_what_is_missing(tmp_path):
-    job = Job(kind="build", out=str(tmp_path / "run.jac"), options=(("part", "1/1"),))
+    job = Job(kind="build", out=str(tmp_path / "run.jac"))
     assert run_job(job, tmp_path, when="record ledger/unit-0000002.json").killed
     result = invoke("gram", job.out, "--out", tmp_path / "run.ntk")
     assert result.exit_code == 2 and result.stderr.count("\n") == 1
-    assert "1 of 3 units missing" in result.stderr and f"jacstore build TARGET --out {job.out}" in result.stderr
+    assert "3 of 5 units missing" in result.stderr and f"jacstore build TARGET --out {job.out}" in result.stderr
     assert not (tmp_path / "run.ntk").exists()
     text = refusal(jacstore.open(job.out).array.compute, scheduler="synchronous", error=Incomplete)
-    assert "1 of 3 units missing" in text
+    assert "3 of 5 units missing" in text
 
 
 def test_case_29_three_of_ten_units_are_counted(tmp_path):

@@ -468,7 +468,9 @@ def test_noise_behind_a_callback_is_refused(drawn):
     def apply(params, x):
         fixed = noise.random(K, np.float32) if drawn == "when traced" else None
         like = jax.ShapeDtypeStruct((K,), np.float32)
-        return linear(params, x) + jax.pure_callback(lambda: noise.random(K, np.float32) if fixed is None else fixed, like)
+        return linear(params, x) + jax.pure_callback(
+            lambda: noise.random(K, np.float32) if fixed is None else fixed, like
+        )
 
     assert "change from call to call" in refusal(prepare, linear_problem(apply=apply), error=ProbeFailed)
 
