@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         report = kernel.report
         width = min(kernel.plan.slab_columns, given.parameters)
         slab = np.random.default_rng(number).standard_normal((given.rows, 1, width), np.float32)
-        repeats = max(2, round(5e12 / (2 * given.rows**2 * width)))
+        repeats = min(50, max(2, round(5e12 / (2 * given.rows**2 * width))))
         bare = bare_seconds(slab[:, 0], repeats) / (2 * given.rows**2 * width)
         work = Work(rows=store, cols=None, kernel=kernel, threads=None, device_memory=None)
         alone = arithmetic_seconds(work, slab, repeats) / (2 * given.rows**2 * width)

@@ -1,4 +1,4 @@
-"""Claims about files: plain Zarr v3 that zarr-python reads, every byte under a checksum, bfloat16 rounded as it should."""
+"""Claims about files: plain Zarr v3 that zarr-python reads, every byte under a checksum, bfloat16 rounded right."""
 
 from __future__ import annotations
 

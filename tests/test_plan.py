@@ -58,7 +58,7 @@ def test_units_pieces_and_files_cover_the_array_exactly(sizes, unit_size):
     assert plan.n_units == -(-plan.n_examples // plan.unit_size)
     assert covers(plan.n_columns, plan.piece_columns)
     assert 1 <= plan.pieces_per_file <= -(-plan.n_columns // plan.piece_columns)
-    files = -(-(-(-plan.n_columns // plan.piece_columns)) // plan.pieces_per_file)
+    files = math.ceil(math.ceil(plan.n_columns / plan.piece_columns) / plan.pieces_per_file)
     assert plan.n_files == plan.n_units * (files + 3)
     assert plan.n_files <= 4 * planning.MAX_FILES
     assert plan.bytes_rows == math.prod(sizes[k] for k in ("n_examples", "n_outputs", "n_columns", "itemsize"))
@@ -380,9 +380,7 @@ def test_passes_are_those_of_the_formula(rows, gib, schedule):
     if schedule == "squares":
         expected = min(expected, math.ceil(rows / math.sqrt(elements)))
     bound = max(1.0, rows / math.sqrt(2 * elements))
-    print(
-        f"{rows:>8} rows {gib:>4} GiB: bound {bound:.2f}, formula {expected:.2f}, plan {plan.passes:.2f} {plan.schedule}"
-    )
+    print(f"{rows} rows, {gib} GiB: bound {bound:.2f}, formula {expected:.2f}, plan {plan.passes:.2f} {plan.schedule}")
     assert plan.schedule == schedule
     assert bound <= plan.passes
     # Whole tiles, two slabs and the units at the borders of groups cost a little.

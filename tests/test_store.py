@@ -1,4 +1,4 @@
-"""Claims about stores: what is written is read back, by anybody; what is damaged or missing is never taken for numbers."""
+"""Claims about stores: what is written is read back by anybody; what is damaged or missing never passes as numbers."""
 
 from __future__ import annotations
 
@@ -172,7 +172,9 @@ def test_an_integer_index_drops_its_axis(index):
     np.testing.assert_array_equal(computed(write(None).array[index]), truth[index])
 
 
-@pytest.mark.parametrize("index", [np.s_[[3, 1, 9]], np.s_[:, np.arange(P) % 7 == 0], np.s_[None, ..., 3:5], np.s_[5:2]])
+@pytest.mark.parametrize(
+    "index", [np.s_[[3, 1, 9]], np.s_[:, np.arange(P) % 7 == 0], np.s_[None, ..., 3:5], np.s_[5:2]]
+)
 def test_lists_masks_and_new_axes_work_as_in_numpy(index):
     truth = flat(rows_of()).reshape(N * K, P)
     np.testing.assert_array_equal(computed(write(None).array[index]), truth[index])
@@ -194,7 +196,9 @@ def test_bytes_read_are_those_of_the_pieces_without_their_checksums(codec, tmp_p
     store = write(tmp_path / "s", codec=codec)
     before = store.files.bytes_read
     store.read_rows(0, N, 0, P, np.empty((N, K, P), np.float32))
-    records = [FileRecord.from_list(f) for u in range(3) for name, f in store.record(u)["files"].items() if "rows" in name]
+    records = [
+        FileRecord.from_list(f) for u in range(3) for name, f in store.record(u)["files"].items() if "rows" in name
+    ]
     assert store.files.bytes_read - before == sum(size for record in records for _, size, _ in record.pieces)
 
 
@@ -321,8 +325,10 @@ def test_a_record_with_any_flipped_bit_is_read_right_or_reported(tmp_path):
             np.testing.assert_array_equal(a, b)
 
 
-@open_fault(reason="F10: the root's attributes have no checksum", raises=(pytest.fail.Exception, TypeError, KeyError))
-@pytest.mark.parametrize(("good", "bad"), [('"N": 7', '"N": 6'), ('"float32"', '"float33"'), ('"unit_size": 3', '"unit_size": 7')])
+@open_fault(reason="F10: the root's attributes have no checksum", raises=(pytest.fail.Exception, Incomplete, TypeError))
+@pytest.mark.parametrize(
+    ("good", "bad"), [('"N": 7', '"N": 8'), ('"float32"', '"float33"'), ('"unit_size": 3', '"unit_size": 7')]
+)
 def test_a_flipped_bit_in_the_attributes_is_reported(good, bad, tmp_path):
     write(tmp_path / "s")
     root = tmp_path / "s" / "zarr.json"
@@ -374,7 +380,11 @@ def test_a_unit_twice_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("start", "change", "named"),
     [
-        (0, {"body/b": np.zeros((3, K, 8), np.float32)}, "leaf 'body/b': rows of shape (3, 2, 8), allowed is (3, 2, 7)"),
+        (
+            0,
+            {"body/b": np.zeros((3, K, 8), np.float32)},
+            "leaf 'body/b': rows of shape (3, 2, 8), allowed is (3, 2, 7)",
+        ),
         (0, {"body/b": np.zeros((2, K, 7), np.float32)}, "allowed is (3, 2, 7)"),
         (0, {"body/b": np.zeros((3, 7), np.float32)}, "allowed is (3, 2, 7)"),
         (0, {"body/b": None}, "leaf 'body/b': no rows given"),
@@ -401,7 +411,7 @@ def test_rows_that_do_not_fit_are_refused_and_nothing_is_marked(start, change, n
         ({"n_examples": 8}, "n_examples: 7 -> 8"),
         ({"n_outputs": 3}, "n_outputs: 2 -> 3"),
         ({"leaves": {"w": (3,)}}, "leaves: "),
-        ({"requested": {"weights": "b"}}, 'weights: a -> b'),
+        ({"requested": {"weights": "b"}}, "weights: a -> b"),
         ({"unit_size": 2}, "unit_size: 3 -> 2"),
     ],
 )
@@ -440,7 +450,11 @@ def test_leaves_without_any_number_are_refused():
 
 
 def test_an_empty_leaf_among_others_takes_no_column():
-    rows = {"none": np.empty((N, K, 0, 3), np.float32), "w": rows_of()["body/b"], "zero": np.empty((N, K, 0), np.float32)}
+    rows = {
+        "none": np.empty((N, K, 0, 3), np.float32),
+        "w": rows_of()["body/b"],
+        "zero": np.empty((N, K, 0), np.float32),
+    }
     store = write(None, rows, leaves={"none": (0, 3), "w": (7,), "zero": (0,)})
     assert [leaf.offset for leaf in store.leaves] == [0, 0, 7]
     assert_holds(store, {"w": rows["w"]})
@@ -482,7 +496,9 @@ def test_finite_rows_with_squares_beyond_float32_are_stored():
     np.testing.assert_allclose(store.norms, 3 * np.square(1e30), rtol=1e-6)
 
 
-@open_fault(reason="F6: outputs of another shape are reshaped, or end in ValueError", raises=(ValueError, pytest.fail.Exception))
+@open_fault(
+    reason="F6: outputs of another shape are reshaped, or end in ValueError", raises=(ValueError, pytest.fail.Exception)
+)
 @pytest.mark.parametrize("shape", [(2, 3), (5,), (6,), (3, 2, 1)])
 def test_outputs_of_another_shape_are_refused(shape):
     with StoreWriter(None, {"w": (4,)}, 3, 2, unit_size=3) as writer:
@@ -526,7 +542,9 @@ def test_norms_are_of_the_rows_before_they_are_rounded():
 def test_outputs_and_norms_that_are_given_are_kept():
     outputs, norms = np.arange(6.0).reshape(3, 2), np.arange(6.0).reshape(3, 2, 1)
     with StoreWriter(None, {"w": (4,)}, 3, 2, unit_size=3) as writer:
-        writer.write_unit(0, {"w": np.ones((3, 2, 4), np.float32)}, outputs=outputs, norms=norms, facts={"made": "here"})
+        writer.write_unit(
+            0, {"w": np.ones((3, 2, 4), np.float32)}, outputs=outputs, norms=norms, facts={"made": "here"}
+        )
     np.testing.assert_array_equal(writer.store.outputs, outputs)
     np.testing.assert_array_equal(writer.store.norms, norms)
     assert writer.store.record(0)["made"] == "here"
@@ -562,7 +580,9 @@ def test_a_folder_with_foreign_files_is_refused(tmp_path):
 def test_rows_that_build_made_are_the_same_through_the_writer(codec, tmp_path):
     params = {"w": rows_of()["body/w"][0, 0], "b": np.zeros(11, np.float32)}
     problem = jacstore.Problem(
-        apply=lambda p, x: np.float32(2) * (x @ p["w"] + p["b"])[:2], params=params, inputs=rows_of()["body/w"][:, 0, :, 0]
+        apply=lambda p, x: np.float32(2) * (x @ p["w"] + p["b"])[:2],
+        params=params,
+        inputs=rows_of()["body/w"][:, 0, :, 0],
     )
     built = jacstore.build(problem, tmp_path / "built", codec=codec, unit_size=3, memory="100MB")
     whole = computed(built.array).reshape(N, K, -1)
@@ -578,9 +598,10 @@ def test_rows_that_build_made_are_the_same_through_the_writer(codec, tmp_path):
 # --- in RAM -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "codec", [pytest.param("none", marks=open_fault(reason="F1: buffers are joined after they were used again", raises=Damaged)), "lz4"]
-)
+F1 = open_fault(reason="F1: buffers are joined after they were used again", raises=(Damaged, AssertionError))
+
+
+@pytest.mark.parametrize("codec", [pytest.param("none", marks=F1), "lz4", "zstd"])
 def test_a_store_in_ram_holds_what_one_on_disk_does(codec, tmp_path):
     ram, disk = write(None, codec=codec), write(tmp_path / "s", codec=codec)
     assert ram.layouts["rows"].per_file == (1, 1, 2)
@@ -588,9 +609,7 @@ def test_a_store_in_ram_holds_what_one_on_disk_does(codec, tmp_path):
     assert ram.record(1)["files"] == disk.record(1)["files"]
 
 
-@pytest.mark.parametrize(
-    "place", [pytest.param("RAM", marks=open_fault(reason="F1: buffers are joined after they were used again")), "disk"]
-)
+@pytest.mark.parametrize("place", [pytest.param("RAM", marks=F1), "disk"])
 def test_a_buffer_may_be_used_again_for_the_next(place, tmp_path):
     files = Memory(10**6) if place == "RAM" else Folder(tmp_path)
 
