@@ -66,7 +66,7 @@ def split_parameters(params: Any, select: str | Callable[[str], bool] | None, fl
     Raises
     ------
     Refused
-        If a leaf is complex, two share a path, or none is floating and selected.
+        If a leaf is complex, two share a path, or no floating number is selected.
     """
     with naming("params is not a pytree:", "change params="):
         named = paths_and_leaves(params)
@@ -85,6 +85,8 @@ def split_parameters(params: Any, select: str | Callable[[str], bool] | None, fl
         given = ", ".join(f"{path!r}: {type_name(leaf)}" for path, leaf in named[:PATHS_SHOWN]) or "no leaf at all"
         raise Refused(f"params has no floating-point leaf ({given}); at least one is needed; change params=")
     chosen = _chosen_paths(floating, select)
+    if not any(np.size(leaf) for path, leaf in named if path in chosen):
+        raise Refused("the selected leaves of params hold no number (P = 0); change params= or select=")
 
     groups: dict[str, list[Any]] = {"selected": [], "rest": [], "fixed": []}
     roles, leaves, left_out = [], [], []

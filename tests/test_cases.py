@@ -11,9 +11,12 @@ import errno
 import gc
 import json
 import os
+import re
 import shutil
 import signal
 import tempfile
+import threading
+import time
 import warnings
 from pathlib import Path
 
@@ -119,11 +122,11 @@ def test_case_01_a_killed_build_computes_only_the_missing_units(tmp_path):
 
 
 def test_case_02_another_batch_size_continues_a_build(tmp_path, truth):
-    out, seen = tmp_path / "run.jac", Stopping(UnitDone)
-    with pytest.raises(Interrupted):
-        build(mlp(10), out, unit_size=4, batch_size=4, codec="none", listener=seen, stop=seen.stop)
+    out = tmp_path / "run.jac"
+    first = build(mlp(10), out, unit_size=4, batch_size=4, codec="none", part="1/3")
+    assert first.report["units_computed"] == 1 and not first.complete
     store = build(mlp(10), out, batch_size=3, codec="none")
-    assert store.report["units_reused"] >= 1 and store.report["batch_size"] == 3
+    assert store.report["units_reused"] == 1 and store.report["batch_size"] == 3
     assert store.complete and row_error(rows_of(store), truth) <= FLOAT32
 
 
@@ -561,8 +564,8 @@ def test_case_21_every_byte_of_the_data_is_guarded(store_path):
     index = 5 * 16 + 4
     for at in range(0, size - index, 97):
         flip(path, at)
-        _, rest = divmod(at, 14 * 2 * 3 * 4 + 4)
-        if rest < 14 * 2 * 3 * 4:
+        # Between the pieces stand their checksums, which only other readers need.
+        if at % (14 * 2 * 3 * 4 + 4) < 14 * 2 * 3 * 4:
             assert store.check_unit(0) is not None, at
         flip(path, at)
     assert store.check_unit(0) is None
@@ -679,11 +682,12 @@ def test_case_23_wherever_a_unit_fails_the_others_stay(step, ending, tmp_path, m
     text = refusal(build, mlp(10), tmp_path / "run.jac", unit_size=2, codec="none")
     assert "disk full" in text and ending in text
     monkeypatch.undo()
-    store = jacstore.open(tmp_path / "run.jac")
-    assert store.ledger.done("unit") == [0, 1]
+    done = jacstore.open(tmp_path / "run.jac").ledger.done("unit")
+    # Units that were under way are finished, whatever happened to this one.
+    assert {0, 1} <= set(done) and 2 not in done
     assert not [name for name in os.listdir(tmp_path / "run.jac/ledger") if name.endswith(".tmp")]
     store = build(mlp(10), tmp_path / "run.jac", codec="none")
-    assert store.report["units_reused"] == 2 and row_error(rows_of(store), truth) <= FLOAT32
+    assert store.report["units_reused"] == len(done) and row_error(rows_of(store), truth) <= FLOAT32
 
 
 @pytest.mark.parametrize(("step", "ending"), [("fsync", "kernel/c/1/1"), ("fsync record", "tiles-0000000.json")])
@@ -703,18 +707,19 @@ def test_case_24_a_second_build_is_refused_while_the_first_lives(tmp_path, truth
     target, out = write_target(tmp_path), tmp_path / "run.jac"
     words = ("build", f"{target}:held", "--out", out, "--codec", "none", "--unit-size", 2, "--batch-size", 2)
     with Command(*words) as first:
-        first.wait_for(lambda: (out / "ledger/unit-0000001.json").exists() and (tmp_path / "reached").exists())
+        first.wait_for(lambda: (out / "ledger/unit-0000000.json").exists() and (tmp_path / "reached").exists())
         text = refusal(build, mlp(10), out, codec="none", error=Locked)
         assert f"process {first.process.pid} on this host" in text and "--part" in text
         text = refusal(build, mlp(10), out, codec="none", overwrite=True, error=Locked)
-        assert f"process {first.process.pid}" in text and (out / "ledger/unit-0000001.json").exists()
+        assert f"process {first.process.pid}" in text and (out / "ledger/unit-0000000.json").exists()
         first.process.kill()
         first.process.wait()
+        done = len(jacstore.open(out).ledger.done("unit"))
         # The lock of a dead process is taken over without waiting.
         seen = Counting()
         store = build(mlp(10), out, codec="none", listener=seen)
     assert not seen.of(Waiting)
-    assert store.report["units_reused"] == 2 and row_error(rows_of(store), truth) <= FLOAT32
+    assert store.report["units_reused"] == done >= 1 and row_error(rows_of(store), truth) <= FLOAT32
     assert not list((out / "ledger").glob("lock-*"))
 
 
@@ -774,7 +779,7 @@ def interrupted_build(name, folder):
     target, out = write_target(folder), folder / "run.jac"
     words = ("build", f"{target}:held", "--out", out, "--codec", "none", "--unit-size", 2, "--batch-size", 2)
     with Command(*words) as command:
-        command.wait_for(lambda: (out / "ledger/unit-0000001.json").exists() and (folder / "reached").exists())
+        command.wait_for(lambda: (out / "ledger/unit-0000000.json").exists() and (folder / "reached").exists())
         command.signal(getattr(signal, name))
         (folder / "go").touch()
         code, stdout, stderr = command.finish()
@@ -785,11 +790,13 @@ def interrupted_build(name, folder):
 def check_build(name, folder, truth):
     words, out, stderr = interrupted_build(name, folder)
     line = stderr.splitlines()[-1]
-    assert line.startswith(f"jacstore: {name}: ") and "3 of 5 units missing" in line
+    done = jacstore.open(out).ledger.done("unit")
+    assert done == list(range(len(done))) and 1 <= len(done) <= 3
+    assert line.startswith(f"jacstore: {name}: ") and re.search(r"[2-5] of 5 units missing", line)
     assert line.endswith(f"to continue: jacstore {' '.join(map(str, words))}")
-    assert jacstore.open(out).ledger.done("unit") == [0, 1] and not list((out / "ledger").glob("lock-*"))
+    assert not list((out / "ledger").glob("lock-*"))
     store = build(mlp(10, inputs=HeldNoMore(mlp(10).inputs)), out, codec="none")
-    assert store.report["units_reused"] == 2 and row_error(rows_of(store), truth) <= FLOAT32
+    assert store.report["units_reused"] == len(done) and row_error(rows_of(store), truth) <= FLOAT32
 
 
 class HeldNoMore:
@@ -831,6 +838,28 @@ def check_gram(name, folder, finished, truth, monkeypatch):
 
 def test_case_26_ctrl_c_in_a_build_keeps_whole_units(tmp_path, truth):
     check_build("SIGINT", tmp_path, truth)
+
+
+@pytest.mark.xfail(reason="fault 15: what is missing is counted before the last units are written", strict=False)
+def test_case_26_units_that_were_being_written_are_not_called_missing(tmp_path, monkeypatch):
+    writing, asked = threading.Event(), threading.Event()
+
+    def hold(step, name):
+        if name.endswith("unit-0000001.json") and step == "record":
+            writing.set()
+            asked.wait(5)
+            # Long enough for a message that does not wait for this unit.
+            time.sleep(0.2)
+
+    def stop():
+        if writing.is_set():
+            asked.set()
+        return asked.is_set()
+
+    monkeypatch.setattr(jacstore.files, "before_step", hold)
+    text = refusal(build, mlp(20), tmp_path / "run.jac", unit_size=2, codec="none", stop=stop, error=Interrupted)
+    done = len(jacstore.open(tmp_path / "run.jac").ledger.done("unit"))
+    assert f"{10 - done} of 10 units missing" in text
 
 
 def test_case_26_ctrl_c_in_a_gram_keeps_its_sums(tmp_path, finished, truth, monkeypatch):
@@ -876,24 +905,37 @@ def status(field):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
 
-store, out = sys.argv[1:]
+store, out, *tile = sys.argv[1:]
 jacstore.assembly.gram(store, out=out + ".warm", mode="trace", memory="50MB")
 before = status("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")
-kernel = jacstore.assembly.gram(store, out=out, memory="50MB")
+kernel = jacstore.assembly.gram(store, out=out, memory="50MB", tile=int(tile[0]) if tile else None)
 print(status("VmHWM") - before, kernel.report["passes"], kernel.plan.memory_bytes, kernel.plan.schedule)
 """
 
 
-@pytest.mark.xfail(reason="fault 12: 7,056 tiles, whose records are not in the plan's memory", strict=True)
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is measured through /proc")
-def test_case_28_a_kernel_of_200_mb_takes_50_mb(tmp_path):
+@pytest.mark.parametrize(
+    "tile",
+    [
+        pytest.param((50,), id="100 tiles"),
+        pytest.param(
+            (),
+            id="tiles of the plan's choice",
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.xfail(reason="fault 12: 7,056 tiles, whose records are not in the plan", strict=True),
+            ],
+        ),
+    ],
+)
+def test_case_28_a_kernel_of_200_mb_takes_50_mb(tile, tmp_path):
     n, k, p = 500, 10, 64
     rows = np.random.default_rng(0).normal(size=(n, k, p)).astype(np.float32)
     with StoreWriter(tmp_path / "run.jac", {"w": (p,)}, n, k, unit_size=100) as writer:
         for a, b in writer.missing:
             writer.write_unit(a, {"w": rows[a:b]})
-    done = run_command(tmp_path / "run.jac", tmp_path / "run.ntk", code=PEAK)
+    done = run_command(tmp_path / "run.jac", tmp_path / "run.ntk", *tile, code=PEAK)
     assert done.returncode == 0, done.stderr
     peak, passes, planned, *_ = done.stdout.split()
     assert int(planned) <= 50_000_000 and int(peak) <= 50_000_000, done.stdout
@@ -910,7 +952,6 @@ def test_case_28_a_store_in_ram_holds_many_pieces(truth, tiny_pieces):
     assert row_error(rows_of(build(mlp(10), None, unit_size=5)), truth) <= FLOAT32
 
 
-@pytest.mark.xfail(reason="fault 15: memory for one unit but not for two ends in an IndexError", strict=True)
 def test_case_28_a_unit_is_written_before_the_next_where_memory_holds_one(truth, tmp_path):
     one_unit = 2 * 3 * 66 * 4
     options = {"unit_size": 2, "batch_size": 1, "output_batch": 1, "codec": "none"}
@@ -1040,13 +1081,12 @@ def test_case_33_closed_over_arrays_of_other_values_are_refused(tmp_path):
 
 
 def test_case_34_a_measured_codec_is_kept_when_measuring_again_says_otherwise(tmp_path, monkeypatch, truth):
-    out, seen = tmp_path / "run.jac", Stopping(UnitDone)
-    monkeypatch.setattr(jacstore.builder, "_fastest_codec", lambda *_: "lz4")
-    with pytest.raises(Interrupted):
-        build(mlp(10), out, unit_size=2, batch_size=1, listener=seen, stop=seen.stop)
-    monkeypatch.setattr(jacstore.builder, "_fastest_codec", lambda *_: "zstd")
+    out = tmp_path / "run.jac"
+    monkeypatch.setattr(jacstore.builder, "fastest_codec", lambda *_: "lz4")
+    build(mlp(10), out, unit_size=2, part="1/2")
+    monkeypatch.setattr(jacstore.builder, "fastest_codec", lambda *_: "zstd")
     store = build(mlp(10), out)
-    assert store.report["units_reused"] >= 1 and store.info()["codecs"] == ["lz4", "none"]
+    assert store.report["units_reused"] == 2 and store.info()["codecs"] == ["lz4", "none"]
     assert store.report["codec"] == "lz4" and row_error(rows_of(store), truth) <= FLOAT32
 
 

@@ -31,8 +31,8 @@ FLOORS = {
         "pieces",
         "ledger",
     ),
-    3: ("trace", "engine", "engine_xla", "hierarchy", "store", "writer", "kernel", "checkpoints"),
-    4: ("jacobian", "item", "lazy", "cluster", "assembly", "operators", "solve"),
+    3: ("trace", "engine", "engine_xla", "codec", "hierarchy", "store", "writer", "kernel", "checkpoints"),
+    4: ("jacobian", "unit", "item", "lazy", "cluster", "assembly", "operators", "solve"),
     5: ("builder", "verification", "posterior"),
     6: ("cli",),
 }
@@ -54,6 +54,7 @@ NEIGHBOURS = {
     "writer": {"hierarchy", "store"},
     "kernel": {"hierarchy"},
     "checkpoints": {"kernel"},
+    "unit": {"jacobian"},
     "cluster": {"item"},
     "assembly": {"cluster", "item", "lazy"},
     # The command line is a skin over the public names of the package itself.
@@ -86,7 +87,7 @@ WITHOUT_JAX = (
     "terms",
     "writer",
 )
-PLAN_MAY = {"__future__", "collections.abc", "dataclasses", "itertools", "jacstore.errors", "math", "typing"}
+PLAN_MAY = {"__future__", "bisect", "collections.abc", "dataclasses", "itertools", "jacstore.errors", "math", "typing"}
 
 
 @dataclass(frozen=True, kw_only=True)

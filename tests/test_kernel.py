@@ -71,16 +71,16 @@ def refused(call, *given, error=Refused, **named):
 # --- read by anybody --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("other", [None, 4])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "other"), [*((mode, None) for mode in MODES), ("full", 4), ("trace", 4), ("diagonal", 4)]
+)
 def test_zarr_and_dask_read_a_kernel_without_jacstore(mode, other, tmp_path):
-    if mode == "blocks" and other:
-        pytest.skip("blocks are of one store")
     kernel, truth = assembled(tmp_path / "k", mode, other=other)
     assert_close(zarr.open_group(tmp_path / "k", mode="r")["kernel"][...], truth)
     np.testing.assert_array_equal(computed(da.from_zarr(tmp_path / "k", component="kernel")), computed(kernel.array))
 
 
+@open_fault(reason="F19: the ledger is a folder and no group, which zarr warns of", raises=Warning)
 def test_xarray_reads_a_kernel_with_its_dimension_names(tmp_path):
     xarray = pytest.importorskip("xarray")
     _, truth = assembled(tmp_path / "k", "diagonal")

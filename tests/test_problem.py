@@ -299,6 +299,7 @@ def test_products_are_computed_in_the_highest_precision():
         ({"select": lambda path: False}, "the predicate matches no"),
         ({"params": {"w": W.astype(int)}}, "no floating-point leaf ('w': int64)"),
         ({"params": {}}, "no leaf at all"),
+        ({"params": {"w": W, "b": W[:0]}, "select": "b"}, "P = 0"),
         ({"params": {"w": W, "b": np.ones(K, np.complex64)}}, "'b' is complex64"),
         ({"outputs": [0, 2]}, "index 2; apply has 2 outputs"),
         ({"apply": lambda p, x: {}}, "K = 0"),
