@@ -17,15 +17,15 @@ from typing import Any
 import numpy as np
 
 from jacstore import hierarchy, machine
-from jacstore.checkpoints import CHECKPOINT_SHARE, CHECKPOINT_SPEED
+from jacstore.checkpoints import CHECKPOINT_SHARE, CHECKPOINT_SPEED, Checkpoints
 from jacstore.cluster import cluster_at, connect, on_cluster, on_threads
 from jacstore.engine import PRECISIONS
 from jacstore.errors import Locked, Refused
 from jacstore.files import Files, Folder
-from jacstore.item import Work, common_dtype, finish_group, make_engine
+from jacstore.item import Work, common_dtype, finish_group, make_engine, partial_name
 from jacstore.kernel import LEAVES, WHOLE, Kernel, expected_bytes, layouts
 from jacstore.lazy import as_store, check_mode, default_precision, refuse_unlike
-from jacstore.ledger import Lock, compare_requested
+from jacstore.ledger import Lock, compare_requested, sweep
 from jacstore.machine import format_size, parse_size
 from jacstore.plan import GramPlan, block_shape, plan_gram
 from jacstore.progress import Listener, Started, silent
@@ -174,20 +174,27 @@ class _Job:
         ):
             if given not in allowed:
                 raise Refused(f"--{name} {given}: allowed are {', '.join(allowed)} ({name}=)")
-        for name, number in (("tile", tile), ("workers", workers)):
-            if number is not None and (not isinstance(number, int) or number < 1):
-                raise Refused(f"--{name} {number}: must be an integer of at least 1 ({name}=)")
+        tile, workers = hierarchy.parse_count(tile, "--tile"), hierarchy.parse_count(workers, "--workers")
         if scheduler not in ("threads", "processes") and "://" not in scheduler:
             raise Refused(f"--scheduler {scheduler}: allowed are threads, processes or an address (scheduler=)")
         if scheduler == "threads" and (workers or 1) > 1:
             raise Refused(
                 "--workers: threads run one item at a time on all cores; use --scheduler processes (scheduler=)"
             )
+        in_ram = [s.path for s in (self.rows, self.cols) if s is not None and not isinstance(s.files, Folder)]
+        if in_ram and scheduler != "threads":
+            raise Refused(
+                f"--scheduler {scheduler}: a store in RAM cannot go to other processes; use --scheduler threads "
+                "(scheduler=) or build the store on disk (--out, out=)"
+            )
         self.part = hierarchy.parse_part(part)
         self.rows.require_complete()
         if self.cols is not None:
             self.cols.require_complete()
             refuse_unlike(self.rows, self.cols)
+            if self.cols.identity() == self.rows.identity():
+                # A store with itself is symmetric: half the work.
+                self.cols = None
         self.precision = precision or default_precision(self.rows, self.cols)
         self.engine_name = self._choose_engine(engine)
         self.scheduler, self.workers, self.tile, self.by_leaf = scheduler, workers, tile, by_leaf
@@ -298,8 +305,12 @@ class _Job:
         items = plan.items
         number, parts = self.part
         mine = range((number - 1) * len(items) // parts, number * len(items) // parts)
-        lock = Lock(kernel.files, mine.start, mine.stop - 1, listener) if isinstance(kernel.files, Folder) else None
+        lock = (
+            Lock(kernel.files, mine.start, mine.stop - 1, listener, stop) if isinstance(kernel.files, Folder) else None
+        )
         with lock or contextlib.nullcontext():
+            _forget_lost_tiles(kernel)
+            _sweep(kernel, mine)
             done = set(kernel.ledger.done("item"))
             finished = _finished_groups(kernel)
             todo = [n for n in mine if n not in done and items[n].group not in finished]
@@ -311,6 +322,9 @@ class _Job:
             )
             results = self._execute(work, todo, listener, stop)
             results += self._finish(work, listener)
+            for folder in ("checkpoints", "partials"):
+                if isinstance(kernel.files, Folder):
+                    kernel.files.remove_folder(folder)
         tiles_computed = _tiles_done(kernel) - tiles_before
         stored = self.rows.bytes_decoded + (0 if self.cols is None else self.cols.bytes_decoded)
         decoded = sum(r.get("decoded_bytes", 0) for r in results)
@@ -441,6 +455,37 @@ def _relative(store: str, kernel: str) -> str:
     if "memory://" in (store, kernel):
         return store
     return os.path.relpath(os.path.abspath(store), os.path.abspath(kernel))
+
+
+def _sweep(kernel: Kernel, mine: range) -> None:
+    """Remove what dead attempts at these items left: temporary records, and files that finished work needs no more."""
+    plan, ledger = kernel.plan, kernel.ledger
+    sweep(kernel.files, ["item", "checkpoint-0", "checkpoint-1"], mine)
+    groups = {plan.items[number].group for number in mine}
+    arrays = len(kernel.layouts)
+    sweep(kernel.files, ["tiles"], [group * arrays + leaf for group in groups for leaf in range(arrays)])
+    done, finished = set(ledger.done("item")), _finished_groups(kernel)
+    for number in mine:
+        group = plan.items[number].group
+        if number in done or group in finished:
+            Checkpoints(kernel, number, []).clear()
+        if group in finished:
+            kernel.files.remove(partial_name(number))
+            if kernel.files.size(Lock.name(FINISH + group, FINISH + group)) and isinstance(kernel.files, Folder):
+                with contextlib.suppress(Locked), Lock(kernel.files, FINISH + group, FINISH + group, silent):
+                    pass
+
+
+def _forget_lost_tiles(kernel: Kernel) -> None:
+    """Make groups unfinished again whose tile files are gone or torn."""
+    arrays = len(kernel.layouts)
+    for number in kernel.ledger.done("tiles"):
+        files = kernel.ledger.read("tiles", number)["files"]
+        if any(kernel.files.size(name) != facts[0] for name, facts in files.items()):
+            kernel.ledger.forget("tiles", number)
+            for item in kernel.plan.items:
+                if item.group == number // arrays:
+                    kernel.ledger.forget("item", item.number)
 
 
 def _finished_groups(kernel: Kernel) -> set[int]:

@@ -22,9 +22,10 @@ import numpy as np
 from jacstore import hierarchy, machine
 from jacstore.assembly import gram
 from jacstore.codec import fastest_codec, measured_disk_speed
+from jacstore.devices import device
 from jacstore.errors import Interrupted, Mismatch, Refused
 from jacstore.files import Folder
-from jacstore.jacobian import BatchRows, DevicePass, device, device_budget
+from jacstore.jacobian import BatchRows, DevicePass, device_budget
 from jacstore.machine import format_size, parse_size
 from jacstore.pieces import CODECS
 from jacstore.plan import StorePlan, plan_store
@@ -33,7 +34,7 @@ from jacstore.progress import BatchDone, Listener, Started, silent
 from jacstore.store import DTYPES, JacobianStore, storage_dtype
 from jacstore.terms import dense_leaves
 from jacstore.unit import Unit, hash_inputs
-from jacstore.writer import StoreWriter
+from jacstore.writer import StoreWriter, refuse_small_disk
 
 LAYOUTS = ("auto", "dense", "factored")
 # How many finished units a rerun checks against the inputs it was given; `verify` checks all.
@@ -120,7 +121,7 @@ def build(
     )
     job = _Job(problem, out, options)
     found = job.existing(overwrite)
-    codec, unit_size = (found.resolved["codec"], found.unit_size) if found else job.choose()
+    codec, unit_size = (found.resolved["codec"], options.unit_size) if found else job.choose()
     writer = StoreWriter(
         out,
         job.leaves,
@@ -137,6 +138,7 @@ def build(
         allow_nonfinite=allow_nonfinite,
         overwrite=overwrite,
         listener=listener,
+        stop=stop or (lambda: False),
     )
     with writer:
         reused = len(writer.units) - len(writer.missing)
@@ -199,11 +201,10 @@ class _Options:
         ):
             if given not in allowed:
                 raise Refused(f"--{name} {given}: allowed are {', '.join(allowed)} ({name}=)")
-        for name, number in (("batch_size", batch_size), ("output_batch", output_batch), ("unit_size", unit_size)):
-            if number is not None and (not isinstance(number, int) or number < 1):
-                raise Refused(f"--{name.replace('_', '-')} {number}: must be an integer of at least 1 ({name}=)")
         self.dtype, self.layout, self.codec = dtype, layout, codec
-        self.batch_size, self.output_batch, self.unit_size = batch_size, output_batch, unit_size
+        self.batch_size = hierarchy.parse_count(batch_size, "--batch-size")
+        self.output_batch = hierarchy.parse_count(output_batch, "--output-batch")
+        self.unit_size = hierarchy.parse_count(unit_size, "--unit-size")
         self.examples = hierarchy.parse_pair(examples, ":", "--examples", "A:B")
         self.part = hierarchy.parse_part(part)
 
@@ -262,6 +263,7 @@ class _Job:
 
     def choose(self) -> tuple[str, int]:
         """Codec and unit size for a new store."""
+        refuse_small_disk(self.out, self.plan())
         plan, codec = self.propose()
         return codec, plan.unit_size
 
@@ -315,6 +317,7 @@ class _Job:
         ]
         inputs_pool, units_pool = ThreadPoolExecutor(1, "jacstore-input"), ThreadPoolExecutor(1, "jacstore-unit")
         writing: list[Future[float]] = []
+        stopped = False
         try:
             inputs = _ahead(inputs_pool, lambda batch: self.prepared.read(batch[2], batch[3]), batches)
             unit: Unit | None = None
@@ -323,7 +326,8 @@ class _Job:
             began = time.perf_counter()
             for (start, last, a, b), examples, rows in _rows_in_order(passes, inputs):
                 if stop():
-                    raise interrupted(f"{len(writer.missing)} of {len(writer.units)} units missing")
+                    stopped = True
+                    break
                 if unit is None:
                     unit = Unit(writer, start, last, self.outputs_dtype, spare)
                 unit.fill(a, rows)
@@ -342,6 +346,10 @@ class _Job:
             # Whatever ended this loop, a unit that is being written is finished.
             inputs_pool.shutdown(cancel_futures=True)
             units_pool.shutdown()
+        if stopped:
+            raise Interrupted(
+                f"interrupted; finished work is kept, {len(writer.missing)} of {len(writer.units)} units missing"
+            )
         return times
 
     def _units_alive(self, writer: StoreWriter, passes: DevicePass) -> int:
@@ -357,7 +365,7 @@ class _Job:
                 f"and the device pass {format_size(on_host)} on the host; give more memory (memory=), a smaller "
                 "--batch-size (batch_size=) or --unit-size (unit_size=)"
             )
-        return min(2, left // unit - 1)
+        return min(1, left // unit - 1)
 
     def seconds_per_example(self) -> float:
         """Median of three timed batches, compile time apart."""
@@ -452,11 +460,6 @@ def ntk(
     return gram(stores[0], stores[1] if other is not None else None, mode=mode, memory=memory).array.compute(
         scheduler="synchronous"
     )
-
-
-def interrupted(left: str) -> Interrupted:
-    """The error that ends a run asked to stop."""
-    return Interrupted(f"interrupted; finished work is kept, {left}")
 
 
 def _rows_in_order(passes: DevicePass, inputs: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any, BatchRows]]:

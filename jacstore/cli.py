@@ -101,7 +101,21 @@ class _Lines:
             self._bar.stop()
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+class _OneLine(click.Group):
+    """A group whose usage errors are one line, like all others."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            returned = super().main(*args, **{**kwargs, "standalone_mode": False})
+        except click.ClickException as error:
+            click.echo(f"jacstore: {' '.join(error.format_message().split())} (jacstore --help lists all)", err=True)
+            sys.exit(2)
+        except click.Abort:
+            sys.exit(130)
+        sys.exit(returned if isinstance(returned, int) else 0)
+
+
+@click.group(cls=_OneLine, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="jacstore")
 def main() -> None:
     """Per-example Jacobians computed once, stored, and turned into kernels.

@@ -107,7 +107,7 @@ def cluster_at(scheduler: str, workers: int) -> Iterator[Any]:
             n_workers=workers,
             threads_per_worker=1,
             processes=True,
-            dashboard_address=None,
+            dashboard_address="127.0.0.1:0",
             # jacstore keeps its own budget; a killed worker would only repeat its item.
             memory_limit=0,
             silence_logs=40,

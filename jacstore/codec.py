@@ -40,7 +40,7 @@ def measured_disk_speed(folder: Path) -> float:
     """Bytes a second of writing and flushing a small file there."""
     while not folder.is_dir():
         folder = folder.parent
-    data = np.random.default_rng(0).bytes(32_000_000)
+    data = np.random.default_rng(0).bytes(max(4096, min(32_000_000, machine.free_disk(folder) // 8)))
     began = time.perf_counter()
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(data)

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jacstore.devices import device
+
 
 class XlaEngine:
     """Products by `lax.dot_general`, sums in float64.
@@ -42,7 +44,7 @@ class XlaEngine:
         if precision == "float64":
             self.slab_dtype = np.dtype("float64")
         self._left = resident_bytes
-        self._on_gpu = jax.default_backend() != "cpu"
+        self._on_gpu = device().platform != "cpu"
 
     def zeros(self, shape: tuple[int, ...]) -> Any:
         return self.restore(np.zeros(shape))
@@ -105,7 +107,7 @@ def resident_bytes(given: int | None) -> int | None:
 
     None on a CPU, where device and host memory are one.
     """
-    where = jax.devices()[0]
+    where = device()
     if where.platform == "cpu":
         return None if given is None else given // 2
     stats = where.memory_stats() or {}

@@ -6,12 +6,14 @@ tests replace `before_step`, which is called with the name of each protocol step
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
 import tempfile
 import threading
 import uuid
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
@@ -81,7 +83,7 @@ class Folder:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            raise _explain(error, path, size) from error
+            raise explain(error, path, size) from error
         return size
 
     def sync_folders(self, names: Iterable[str]) -> None:
@@ -116,7 +118,7 @@ class Folder:
             _sync_folder(path.parent)
         except OSError as error:
             temporary.unlink(missing_ok=True)
-            raise _explain(error, path, len(data)) from error
+            raise explain(error, path, len(data)) from error
 
     def read(self, name: str) -> bytes:
         """Return a whole small file.
@@ -174,19 +176,22 @@ class Folder:
         before_step("remove", name)
         (self.root / name).unlink(missing_ok=True)
 
+    def remove_folder(self, name: str) -> None:
+        """Delete a folder if it is there and empty."""
+        with contextlib.suppress(OSError):
+            (self.root / name).rmdir()
+
 
 class Memory:
     """The same in RAM; what goes beyond `limit` bytes moves everything to a temporary folder."""
 
-    def __init__(self, limit: int, overflow: str | None = None) -> None:
+    def __init__(self, limit: int) -> None:
         self.limit = limit
         self.root: Path | None = None
         self._bytes_read = 0
         self._held: dict[str, bytes] = {}
         self._total = 0
-        self._overflow = overflow
         self._folder: Folder | None = None
-        self._cleanup: tempfile.TemporaryDirectory[str] | None = None
         self._lock = threading.RLock()
 
     @property
@@ -205,13 +210,14 @@ class Memory:
 
     def write(self, name: str, buffers: Iterable[Buffer]) -> int:
         before_step("write", name)
-        data = b"".join(buffers)
+        # Copied one by one: a generator may use its memory again for the next.
+        data = b"".join(bytes(buffer) for buffer in buffers)
         with self._lock:
             self._total += len(data) - len(self._held.get(name, b""))
             self._held[name] = data
             if self._folder is None and self._total > self.limit:
-                self._cleanup = tempfile.TemporaryDirectory(prefix="jacstore-", dir=self._overflow)
-                self._folder = Folder(self._cleanup.name)
+                self._folder = Folder(tempfile.mkdtemp(prefix="jacstore-"))
+                weakref.finalize(self, shutil.rmtree, self._folder.root, ignore_errors=True)
             if self._folder is not None:
                 for held_name in list(self._held):
                     self._folder.write(held_name, [self._held.pop(held_name)])
@@ -268,11 +274,14 @@ class Memory:
             self._folder.remove(name)
 
 
-def clear_folder(path: Path) -> None:
-    """Delete a folder and all below it, first putting it out of sight in one step."""
-    doomed = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.deleted")
-    os.rename(path, doomed)
-    shutil.rmtree(doomed)
+def clear_folder(path: Path, first: str) -> None:
+    """Empty a folder; the file `first`, which makes it count, goes before the rest."""
+    (path / first).unlink(missing_ok=True)
+    for entry in os.scandir(path):
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path)
+        else:
+            os.unlink(entry.path)
 
 
 def _sync_folder(path: Path) -> None:
@@ -283,7 +292,7 @@ def _sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def _explain(error: OSError, path: Path, size: int) -> Exception:
+def explain(error: OSError, path: Path, size: int) -> Exception:
     """The refusal for a failure that the user can mend; other errors as they are."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return Refused(

@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import importlib.metadata
 import json
+import operator
 import os
 import platform
 from collections.abc import Iterator, Sequence
@@ -16,8 +17,8 @@ from typing import Any
 import zarr
 from zarr.codecs import BloscCname, BloscCodec, Crc32cCodec
 
-from jacstore.errors import Refused
-from jacstore.files import Files, Folder, Memory, clear_folder
+from jacstore.errors import Damaged, Refused
+from jacstore.files import Files, Folder, Memory, clear_folder, explain
 from jacstore.ledger import FOLDER, FORMAT_VERSION, Lock, read_json
 from jacstore.pieces import BLOSC_LEVELS, ArrayLayout
 from jacstore.progress import Listener
@@ -40,15 +41,21 @@ def create(
 ) -> None:
     """Make the arrays, then the root group with its attributes. In RAM only the attributes are kept."""
     attributes = {"format_version": FORMAT_VERSION, **attributes}
+    attributes["checksum"] = {"of": sorted(attributes), "blake2b": short_hash(attributes)}
     if isinstance(files, Folder):
-        for layout in layouts:
-            _create_array(files.root, layout)
-        for group in groups:
-            zarr.create_group(files.root / group, zarr_format=3, overwrite=True)
-        _flush_metadata(files.root)
-        # Zarr writes the root's metadata by rename, so a reader sees all of it or none.
-        zarr.create_group(files.root, zarr_format=3, attributes=attributes)
-        _flush_metadata(files.root)
+        # The ledger is a group too: readers would warn of a folder that is none.
+        try:
+            for group in (FOLDER, *groups):
+                if files.size(f"{group}/{ROOT}") is None:
+                    zarr.create_group(files.root / group, zarr_format=3)
+            for layout in layouts:
+                _create_array(files.root, layout)
+            _flush_metadata(files.root)
+            # Zarr writes the root's metadata by rename, so a reader sees all of it or none.
+            zarr.create_group(files.root, zarr_format=3, attributes=attributes)
+            _flush_metadata(files.root)
+        except OSError as error:
+            raise explain(error, files.root, 0) from error
     else:
         files.publish(ROOT, json.dumps({"attributes": attributes}).encode())
 
@@ -101,6 +108,13 @@ def read_attributes(files: Files, where: str) -> dict[str, Any]:
     found = attributes.get("format_version")
     if not isinstance(found, int) or found > FORMAT_VERSION:
         raise Refused(f"{where}: format version {found}, this jacstore reads up to {FORMAT_VERSION}; upgrade jacstore")
+    try:
+        checked = attributes["checksum"]
+        intact = short_hash({key: attributes[key] for key in checked["of"]}) == checked["blake2b"]
+    except (KeyError, TypeError):
+        intact = False
+    if not intact:
+        raise Damaged(f"{where}: the attributes in {ROOT} differ from their checksum")
     return attributes
 
 
@@ -135,7 +149,12 @@ def creating(files: Files, where: str, known: Sequence[str], overwrite: bool, li
 
 def _refuse_foreign(files: Folder, where: str, known: Sequence[str]) -> None:
     if files.root.is_dir():
-        foreign = sorted({entry.name for entry in os.scandir(files.root)} - {*known, FOLDER, ROOT})
+        names = {entry.name for entry in os.scandir(files.root)}
+        # Zarr's temporary file is what a kill at the last moment of a creation leaves.
+        dead = {name for name in names if name.startswith("zarr.") and name.endswith(".partial")}
+        foreign = sorted(names - dead - {*known, FOLDER, ROOT})
+        for name in () if foreign else dead:
+            files.remove(name)
         if foreign:
             raise Refused(f"{where} holds {foreign[0]!r}, which is not jacstore's; give another folder (--out, out=)")
     elif files.root.exists():
@@ -148,7 +167,7 @@ def _clear(files: Folder, where: str, known: Sequence[str], listener: Listener) 
     if files.size(ROOT) is not None:
         read_attributes(files, where)
     with Lock(files, 0, 10**7 - 1, listener):
-        clear_folder(files.root)
+        clear_folder(files.root, ROOT)
 
 
 def short_hash(value: Any) -> str:
@@ -175,3 +194,17 @@ def parse_part(given: tuple[int, int] | str | None) -> tuple[int, int]:
             f"--part {number}/{parts}: allowed are 1/{max(parts, 1)} to {max(parts, 1)}/{max(parts, 1)} (part=)"
         )
     return number, parts
+
+
+def parse_count(given: int | None, flag: str) -> int | None:
+    """An integer of at least 1, of whatever integer type; None stays None."""
+    if given is None:
+        return None
+    try:
+        number = 0 if isinstance(given, bool) else operator.index(given)
+    except TypeError:
+        number = 0
+    if number < 1:
+        keyword = flag.lstrip("-").replace("-", "_")
+        raise Refused(f"{flag} {given}: must be an integer of at least 1 ({keyword}=)")
+    return number

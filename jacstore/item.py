@@ -82,7 +82,13 @@ class _Run:
         if not self.kernel.leaves:
             return [(0, first, last)]
         leaves = [(n, f.offset, f.offset + f.size) for n, f in enumerate(self.work.rows.leaves)]
-        return [(n, a, b) for n, a, b in leaves if first <= a and b <= last]
+        return [(n, a, b) for n, a, b in leaves if first <= a < b <= last]
+
+    def _empty_leaves(self) -> list[int]:
+        """Leaves without columns; their kernels are zero and belong to the first item of a group."""
+        if not self.kernel.leaves or self.item.split:
+            return []
+        return [n for n, leaf in enumerate(self.work.rows.leaves) if leaf.size == 0]
 
     def run(self) -> dict[str, Any]:
         read_before = self._bytes()
@@ -90,6 +96,8 @@ class _Run:
         first, totals = self.checkpoints.load()
         begin = self._tiles_begin(slabs, first)
         totals = [self.engine.restore(t) for t in totals] if totals else self._zeros()
+        for leaf in self._empty_leaves():
+            self._finish_leaf(leaf, self._zeros())
         source = _Slabs(self.work.rows, self.work.cols, self.plan, self.group, self.engine.slab_dtype)
         with contextlib.closing(source.read(slabs[first:])) as stream:
             for index, ((a, b), buffers, waited) in enumerate(stream, start=first):

@@ -7,7 +7,6 @@ batch are too large. Examples are a second `vmap`, so nothing couples them.
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jacstore.devices import device
 from jacstore.errors import Refused
 from jacstore.machine import format_size
 from jacstore.problem import Prepared, precision_context
@@ -43,25 +43,6 @@ class BatchRows:
     rows: list[np.ndarray]
     norms: np.ndarray
     outputs: np.ndarray
-
-
-def device() -> Any:
-    """The device that JAX computes on.
-
-    Raises
-    ------
-    Refused
-        If the platform that was asked for is not there.
-    """
-    try:
-        return jax.devices()[0]
-    except (RuntimeError, AssertionError) as error:
-        reason = " ".join(str(error).split()) or "its plug-in did not start"
-        asked = os.environ.get("JAX_PLATFORMS", "")
-        raise Refused(
-            f"JAX_PLATFORMS={asked}: no such device here ({reason}); install jaxlib for it "
-            '(pip install "jacstore[cuda]") or set JAX_PLATFORMS=cpu'
-        ) from error
 
 
 def device_budget(given: int | None, memory: int) -> int:

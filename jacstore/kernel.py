@@ -17,6 +17,7 @@ from jacstore.files import Files, Folder
 from jacstore.ledger import FORMAT_VERSION, Ledger
 from jacstore.pieces import ArrayLayout, FileEncoder, FileRecord, decode, raw
 from jacstore.plan import GramPlan, block_shape
+from jacstore.views import resolve
 
 DIMENSIONS = {
     "full": ("row", "column"),
@@ -140,9 +141,10 @@ class Kernel:
         """Refuse to go on with a kernel that is not finished."""
         missing = len(self.plan.groups) * len(self.layouts) - len(self.ledger.done("tiles"))
         if missing:
+            stores = [os.path.normpath(os.path.join(self.path, store)) for store in self.stores]
             raise Incomplete(
                 f"{self.path} is incomplete: {missing} group(s) of tiles missing; complete it by running the same "
-                f"gram again: jacstore gram {' '.join(self.stores) or 'STORE'} --out {self.path}"
+                f"gram again: jacstore gram {' '.join(stores)} --out {self.path}"
             )
 
     def info(self) -> dict[str, Any]:
@@ -242,12 +244,9 @@ class _LazyKernel:
         self.ndim = len(self.shape)
         self.dtype = kernel.dtype
 
-    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        ranges = [range(*s.indices(n)) for s, n in zip(index, self.shape, strict=True)]
-        if not all(len(r) for r in ranges):
-            return np.empty([len(r) for r in ranges], self.dtype)
-        lows = [min(r[0], r[-1]) for r in ranges]
-        highs = [max(r[0], r[-1]) + 1 for r in ranges]
+    def __getitem__(self, index: Any) -> np.ndarray:
+        found, within = resolve(index, self.shape)
+        lows, highs = [a for a, _ in found], [b for _, b in found]
         out = np.empty([b - a for a, b in zip(lows, highs, strict=True)], self.dtype)
         piece = self.kernel.layouts[self.index].piece
         spans = [range(a // p, -(-b // p)) for a, b, p in zip(lows, highs, piece, strict=True)]
@@ -262,8 +261,8 @@ class _LazyKernel:
                 source.append(slice(a - first, b - first))
                 target.append(slice(a - lows[axis], b - lows[axis]))
             out[tuple(target)] = tile[tuple(source)]
-        steps = tuple(slice(None, None, r.step) for r in ranges)
-        return out[steps]
+        picked: np.ndarray = out[within]
+        return picked
 
 
 def open_kernel(path: str) -> Kernel:

@@ -13,6 +13,7 @@ from jacstore.engine import BlasEngine
 from jacstore.errors import Mismatch, Refused
 from jacstore.plan import MODES, SLAB_COLUMNS, block_shape
 from jacstore.store import JacobianStore, open_store
+from jacstore.views import resolve
 
 
 def lazy_kernel(
@@ -35,6 +36,9 @@ def lazy_kernel(
     """
     rows, cols = as_store(store), None if other is None else as_store(other)
     check_mode(mode, cols)
+    tile = hierarchy.parse_count(tile, "--tile") or 1
+    if precision not in (None, "float32", "float64"):
+        raise Refused(f"precision={precision}: a lazy kernel is computed by BLAS; allowed are float32 and float64")
     rows.require_complete()
     if cols is not None:
         cols.require_complete()
@@ -54,11 +58,10 @@ class _ComputedKernel:
         self.ndim = len(self.shape)
         self.dtype = np.dtype("float64")
 
-    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        ranges = [range(*s.indices(n)) for s, n in zip(index, self.shape, strict=True)]
-        if not all(len(r) for r in ranges):
-            return np.empty([len(r) for r in ranges], self.dtype)
-        spans = [(min(r[0], r[-1]), max(r[0], r[-1]) + 1) for r in ranges]
+    def __getitem__(self, index: Any) -> np.ndarray:
+        spans, within = resolve(index, self.shape)
+        if any(a == b for a, b in spans):
+            return np.empty([b - a for a, b in spans], self.dtype)[within]
         k = self.rows.n_outputs if self.mode == "full" else 1
         axes = {"full": (0, 1), "trace": (0, 1), "diagonal": (1, 2), "blocks": (0, 0)}[self.mode]
         examples = [(spans[axis][0] // k, -(-spans[axis][1] // k)) for axis in axes]
@@ -67,7 +70,8 @@ class _ComputedKernel:
             first = examples[axes.index(axis)][0] * k
             spans[axis] = (spans[axis][0] - first, spans[axis][1] - first)
         block = block[tuple(slice(a, b) for a, b in spans)]
-        return block[tuple(slice(None, None, r.step) for r in ranges)]
+        picked: np.ndarray = block[within]
+        return picked
 
     def _block(self, rows: tuple[int, int], cols: tuple[int, int]) -> np.ndarray:
         """The kernel between two ranges of examples, streamed over columns."""
@@ -104,13 +108,16 @@ def check_mode(mode: str, cols: Any) -> None:
 
 def refuse_unlike(rows: JacobianStore, cols: JacobianStore) -> None:
     """Refuse a rectangular kernel between rows that are not about the same parameters."""
+    # The same function is printed in another way by another JAX, and for inputs of another type or shape.
+    alike = [(s.versions.get("jax"), s.requested.get("inputs"), s.dtype == "float64") for s in (rows, cols)]
+    comparable = alike[0] == alike[1]
     pairs: list[tuple[str, Any, Any]] = [
         (field, rows.requested.get(field), cols.requested.get(field))
-        for field in ("parameters", "selection", "constants")
-        if field in rows.requested and field in cols.requested
+        for field in ("parameters", "selection", "constants", "outputs", "function")
+        if field in rows.requested and field in cols.requested and (field != "function" or comparable)
     ]
     pairs.append(("leaves", [(f.path, f.shape) for f in rows.leaves], [(f.path, f.shape) for f in cols.leaves]))
-    pairs.append(("outputs", rows.n_outputs, cols.n_outputs))
+    pairs.append(("n_outputs", rows.n_outputs, cols.n_outputs))
     differing = [field for field, a, b in pairs if a != b]
     if differing:
         raise Mismatch(

@@ -12,12 +12,12 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from jacstore import machine
-from jacstore.errors import Damaged, Locked, Mismatch, Refused
+from jacstore.errors import Damaged, Interrupted, Locked, Mismatch, Refused
 from jacstore.files import Files, Folder
 from jacstore.progress import Listener, Waiting
 
@@ -62,6 +62,15 @@ class Ledger:
     def forget(self, kind: str, number: int) -> None:
         """Make a piece of work unfinished again."""
         self.files.remove(record_name(kind, number))
+
+
+def sweep(files: Files, kinds: Iterable[str], numbers: Iterable[int]) -> None:
+    """Remove temporary records that a dead attempt at these pieces of work left."""
+    prefixes = {f".{kind}-{number:07d}.json." for kind in kinds for number in numbers}
+    for name in files.names(FOLDER):
+        stem, _, _ = name.removesuffix(".tmp").rpartition(".")
+        if name.endswith(".tmp") and stem + "." in prefixes:
+            files.remove(f"{FOLDER}/{name}")
 
 
 def record_name(kind: str, number: int) -> str:
@@ -114,15 +123,22 @@ class Lock:
     this host, elsewhere only after its heartbeat has stood still for `STALE_SECONDS`.
     """
 
-    def __init__(self, folder: Folder, first: int, last: int, listener: Listener) -> None:
+    def __init__(
+        self, folder: Folder, first: int, last: int, listener: Listener, stop: Callable[[], bool] = lambda: False
+    ) -> None:
         self.folder = folder.root / FOLDER
         self.claim = {"first": first, "last": last}
-        self.path = self.folder / f"lock-{first:07d}-{last:07d}.json"
-        self._listener = listener
+        self.path = folder.root / self.name(first, last)
+        self._listener, self._asked_to_stop = listener, stop
         self._token = uuid.uuid4().hex
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._owner: dict[str, Any] = {}
+
+    @staticmethod
+    def name(first: int, last: int) -> str:
+        """File of the lock on a range."""
+        return f"{FOLDER}/lock-{first:07d}-{last:07d}.json"
 
     def __enter__(self) -> Lock:
         try:
@@ -151,8 +167,11 @@ class Lock:
                 self._write()
                 return True
         for path in remote:
-            self._watch(path)
-            path.unlink(missing_ok=True)
+            owner = self._watch(path)
+            with self._guard():
+                # Somebody else may have watched it too and taken it over by now.
+                if path.exists() and path.read_text() == owner:
+                    path.unlink()
         return False
 
     @contextlib.contextmanager
@@ -194,23 +213,26 @@ class Lock:
         path.unlink(missing_ok=True)
         return True
 
-    def _watch(self, path: Path) -> None:
-        """Return once a foreign lock's heartbeat has stood still long enough, or the lock is gone."""
+    def _watch(self, path: Path) -> str:
+        """Wait until a foreign lock is gone or its heartbeat has stood still long enough; return what it said."""
         owner = path.read_text() if path.exists() else ""
         try:
             host = json.loads(owner)["host"]
         except (ValueError, KeyError, TypeError):
-            return
+            return owner
         self._listener(
             Waiting(reason=f"{path.name} was left by host {host}; waiting {STALE_SECONDS:.0f} s for its heartbeat")
         )
         until = time.monotonic() + STALE_SECONDS
         while time.monotonic() < until:
+            if self._asked_to_stop():
+                raise Interrupted("interrupted while waiting for a lock")
             if not path.exists():
-                return
+                return owner
             if path.read_text() != owner:
                 raise Locked(f"{path.parent.parent} is being worked on by host {host}; wait for it or stop it there")
             time.sleep(min(0.2, STALE_SECONDS))
+        return owner
 
     def _write(self) -> None:
         pid = os.getpid()

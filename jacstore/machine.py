@@ -31,9 +31,10 @@ def parse_size(given: int | str | None, flag: str) -> int | None:
     keyword = flag.lstrip("-").replace("-", "_")
     if matched is None or matched[2].upper() not in UNITS:
         raise Refused(f"{flag} {given}: not a size; allowed are bytes with a unit such as 8GB or 500MiB ({keyword}=)")
-    size = int(float(matched[1]) * UNITS[matched[2].upper()])
+    exact = float(matched[1]) * UNITS[matched[2].upper()]
+    size = int(exact) if exact < 2**63 else 0
     if size <= 0:
-        raise Refused(f"{flag} {given}: must be above 0; allowed are sizes such as 8GB or 500MiB ({keyword}=)")
+        raise Refused(f"{flag} {given}: must be above 0, below 2**63; allowed are sizes such as 8GB ({keyword}=)")
     return size
 
 

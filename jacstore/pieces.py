@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -101,12 +102,30 @@ class FileRecord:
 
     @classmethod
     def from_list(cls, given: list[Any]) -> FileRecord:
-        """From compact JSON."""
+        """From compact JSON.
+
+        Raises
+        ------
+        Damaged
+            If it is not what `to_list` gives.
+        """
         pieces, offset = [], 0
-        for size, checksum in zip(given[1][0::2], given[1][1::2], strict=True):
-            pieces.append((offset, size, checksum))
-            offset += size + CHECKSUM_BYTES if size else 0
-        return cls(size=given[0], pieces=tuple(pieces))
+        try:
+            for size, checksum in zip(given[1][0::2], given[1][1::2], strict=True):
+                pieces.append((offset, operator.index(size), operator.index(checksum)))
+                offset += size + CHECKSUM_BYTES if size else 0
+            return cls(size=operator.index(given[0]), pieces=tuple(pieces))
+        except (TypeError, ValueError, IndexError, KeyError):
+            raise Damaged("the record of a file is not readable") from None
+
+    def index_bytes(self) -> bytes:
+        """The index of a shard with these pieces, and its checksum."""
+        index = np.full((len(self.pieces), 2), _ABSENT, "<u8")
+        for entry, (offset, size, _) in zip(index, self.pieces, strict=True):
+            if size:
+                entry[:] = offset, size + CHECKSUM_BYTES
+        body = index.tobytes()
+        return body + crc32c(body).to_bytes(CHECKSUM_BYTES, "little")
 
 
 class FileEncoder:
@@ -132,16 +151,12 @@ class FileEncoder:
         """Bytes that end the file: the shard index."""
         if not self.layout.sharded:
             return []
-        index = np.full((len(self._pieces), 2), _ABSENT, "<u8")
-        for entry, (offset, size, _) in zip(index, self._pieces, strict=True):
-            if size:
-                entry[:] = offset, size + CHECKSUM_BYTES
-        body = index.tobytes()
-        self._offset += len(body) + CHECKSUM_BYTES
-        return [body, crc32c(body).to_bytes(CHECKSUM_BYTES, "little")]
+        end = self.record().index_bytes()
+        self._offset += len(end)
+        return [end]
 
     def record(self) -> FileRecord:
-        """What was encoded; call after `close`."""
+        """What was encoded so far."""
         return FileRecord(size=self._offset, pieces=tuple(self._pieces))
 
 
@@ -180,3 +195,26 @@ def decode(body: memoryview, record: tuple[int, int, int], out: np.ndarray, layo
 def _blosc(codec: str) -> Blosc:
     # Bit shuffle was best for float rows, see the README.
     return Blosc(cname=codec, clevel=BLOSC_LEVELS[codec], shuffle=Blosc.BITSHUFFLE)
+
+
+def check_file(data: memoryview, record: FileRecord, layout: ArrayLayout, name: str) -> None:
+    """Check every byte of a file against its record: pieces, their stored checksums, and the index of a shard.
+
+    Raises
+    ------
+    Damaged
+        Naming the first bytes that differ.
+    """
+    if len(data) != record.size:
+        raise Damaged(f"{name} has {len(data)} bytes, recorded were {record.size}")
+    end = 0
+    for offset, size, checksum in record.pieces:
+        if size:
+            end = offset + size + CHECKSUM_BYTES
+            stored = bytes(data[offset + size : end])
+            if crc32c(data[offset : offset + size]) != checksum or stored != checksum.to_bytes(
+                CHECKSUM_BYTES, "little"
+            ):
+                raise Damaged(f"{name}: bytes {offset} to {end} differ from the recorded checksum")
+    if layout.sharded and bytes(data[end:]) != record.index_bytes():
+        raise Damaged(f"{name}: the index of the shard, from byte {end}, differs from the record")

@@ -342,10 +342,14 @@ def plan_gram(
     share = memory // workers
     piece = max(rows.piece_columns, cols.piece_columns)
     io_bytes = IO_THREADS * 3 * max(s.unit_size * s.piece_columns * s.itemsize for s in (rows, cols)) * n_outputs
-    tiles = [tile] if tile else _tile_sizes(mode, rows, cols, n_outputs, share)
+    per_side = math.isqrt(MAX_FILES // len(leaf_borders or [0]))
+    tiles = [tile] if tile else _tile_sizes(mode, rows, cols, n_outputs, per_side)
     best: GramPlan | None = None
     needed = 0
     for size in tiles:
+        # Many small tiles cost files and slow products: they are weighed only while nothing fits.
+        if best is not None and (best.schedule == "one pass" or max(rows.tiles(size), cols.tiles(size)) > 40):
+            break
         sizes = _Sizes(
             mode=mode,
             symmetric=symmetric,
@@ -359,17 +363,22 @@ def plan_gram(
             io_bytes=io_bytes,
         )
         fits = _fits(sizes, share, min(piece, n_columns))
-        for schedule, groups in _schedules(sizes, fits):
-            plan = _finish(sizes, groups, schedule, share, n_columns, piece, workers, leaf_borders)
+        found = [
+            _finish(sizes, groups, schedule, share, n_columns, piece, workers, leaf_borders)
+            for schedule, groups in _schedules(sizes, fits)
+        ]
+        if found:
+            plan = min(found, key=lambda p: p.bytes_expected)
             # A smaller tile must save a tenth of the reading to be worth its slower products.
             if best is None or plan.bytes_expected < 0.9 * best.bytes_expected:
                 best = plan
-        smallest = Group(rows=(0, 1), cols=(0, 1))
-        need = sizes.fixed(smallest) + sizes.per_column(smallest) * min(piece, n_columns)
+        # The worst group of one tile: off the diagonal, with rows on both sides.
+        n, m = rows.tiles(sizes.tile), cols.tiles(sizes.tile)
+        worst = [Group(rows=(0, 1), cols=(min(m, 2) - 1, min(m, 2))), Group(rows=(0, 1), cols=(0, 1))]
+        if n > 2 and symmetric:
+            worst.append(Group(rows=(0, 1), cols=(2, 3)))
+        need = max(sizes.fixed(g) + sizes.per_column(g) * min(piece, n_columns) for g in worst)
         needed = min(needed, need) if needed else need
-        # Small tiles make many groups to weigh: look further only while nothing fits.
-        if best is not None and (best.schedule == "one pass" or max(best.grid) > 40):
-            break
     if best is None:
         raise Refused(
             f"--memory: {share:,} bytes for each of {workers} worker(s) cannot hold one tile and one slab; give at "
@@ -384,20 +393,17 @@ def plan_gram(
     return best
 
 
-def _tile_sizes(mode: str, rows: Side, cols: Side, n_outputs: int, share: int) -> list[int]:
-    """Tile edges in examples to try, largest first: about `TILE_ROWS` kernel rows, less when memory is short."""
+def _tile_sizes(mode: str, rows: Side, cols: Side, n_outputs: int, per_side: int) -> list[int]:
+    """Tile edges in examples to try, largest first: about `TILE_ROWS` kernel rows, then less for short memory."""
     n = max(rows.n_examples, cols.n_examples)
-    per_example = n_outputs if mode == "full" else 1
-    sizes: list[int] = []
-    edge = max(TILE_ROWS, -(-n * per_example // math.isqrt(MAX_FILES)))
-    while edge >= 16:
-        size = _even(n, max(1, min(n, edge // per_example)))
-        if sizes and -(-n // size) > 150:
-            break
-        if 8 * math.prod(block_shape(mode, size, size, n_outputs)) * 4 <= share and size not in sizes:
-            sizes.append(size)
-        edge //= 2
-    return sizes or [1]
+    smallest = -(-n // per_side)
+    edge = max(TILE_ROWS // (n_outputs if mode == "full" else 1), smallest, 1)
+    sizes = []
+    while True:
+        sizes.append(_even(n, min(n, edge)))
+        if edge == smallest:
+            return list(dict.fromkeys(sizes))
+        edge = max(edge // 2, smallest)
 
 
 def _fits(sizes: _Sizes, share: int, width: int) -> Callable[[Group], bool]:
@@ -462,12 +468,7 @@ def _rectangles(sizes: _Sizes, n: int, m: int, fits: Callable[[Group], bool]) ->
     """Blocks of r by s tiles, squares for a symmetric kernel, with the fewest bytes read."""
     best: tuple[int, tuple[Group, ...]] = (0, ())
     for r in range(n, 0, -1):
-        s = r if sizes.symmetric else m
-        while s > 0 and not fits(Group(rows=(0, min(r, n)), cols=(max(0, m - s), m))):
-            if sizes.symmetric:
-                s = 0
-                break
-            s -= 1
+        s = r if sizes.symmetric else _widest(r, m, fits)
         if s == 0:
             continue
         groups = tuple(
@@ -484,6 +485,18 @@ def _rectangles(sizes: _Sizes, n: int, m: int, fits: Callable[[Group], bool]) ->
         if sizes.symmetric:
             break
     return best[1]
+
+
+def _widest(r: int, m: int, fits: Callable[[Group], bool]) -> int:
+    """The most columns of tiles that fit beside r rows of tiles: wider blocks take more, so it is found by halving."""
+    low, high = 0, m
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(Group(rows=(0, r), cols=(m - middle, m))):
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _finish(

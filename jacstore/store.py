@@ -19,9 +19,10 @@ from jacstore import hierarchy
 from jacstore.errors import Damaged, Incomplete, Refused
 from jacstore.files import Files, Folder
 from jacstore.ledger import FOLDER, FORMAT_VERSION, Ledger
-from jacstore.pieces import ArrayLayout, FileRecord, decode, raw
+from jacstore.pieces import ArrayLayout, FileRecord, check_file, decode, raw
 from jacstore.plan import IO_THREADS, Side
 from jacstore.terms import Leaf
+from jacstore.views import resolve
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -301,13 +302,12 @@ class JacobianStore:
         try:
             files = self.record(unit)["files"]
             for name, facts in files.items():
-                layout = self.layouts[name.split("/", 1)[0]]
-                listed = FileRecord.from_list(facts)
-                if self.files.size(name) != listed.size:
-                    return f"{name} has {self.files.size(name)} bytes, recorded were {listed.size}"
-                for record in listed.pieces:
-                    if record[1]:
-                        self._read_piece(name, record, layout, self._buffer("piece", layout.piece, layout.dtype))
+                size = self.files.size(name)
+                if size is None:
+                    return f"{name} is missing"
+                whole = raw(np.empty(size, np.uint8))
+                self.files.read_into(name, [(0, whole)])
+                check_file(whole, FileRecord.from_list(facts), self.layouts[name.split("/", 1)[0]], name)
         except (Damaged, KeyError, TypeError, ValueError) as error:
             return str(error)
         return None
@@ -348,19 +348,17 @@ class _LazyRows:
         self.shape = (store.n_examples * store.n_outputs, store.n_parameters)
         self.dtype = np.dtype("float32" if store.dtype == "bfloat16" else store.dtype)
 
-    def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
-        rows, columns = (range(*s.indices(n)) for s, n in zip(index, self.shape, strict=True))
-        if not len(rows) or not len(columns):
-            return np.empty((len(rows), len(columns)), self.dtype)
+    def __getitem__(self, index: Any) -> np.ndarray:
+        ((a, b), (c, d)), within = resolve(index, self.shape)
+        if a == b or c == d:
+            return np.empty((b - a, d - c), self.dtype)[within]
         k = self.store.n_outputs
-        a, b = min(rows[0], rows[-1]), max(rows[0], rows[-1]) + 1
-        c, d = min(columns[0], columns[-1]), max(columns[0], columns[-1]) + 1
         start, stop = a // k, -(-b // k)
         self.store.require_complete()
         block = np.empty((stop - start, k, d - c), self.dtype)
         self.store.read_rows(start, stop, c, d, block)
-        flat = block.reshape(-1, d - c)[a - start * k : b - start * k]
-        return flat[:: 1 if rows.step > 0 else -1][:: abs(rows.step), :][:, :: columns.step]
+        picked: np.ndarray = block.reshape(-1, d - c)[a - start * k : b - start * k][within]
+        return picked
 
 
 def open_store(path: str) -> JacobianStore:

@@ -62,7 +62,9 @@ class Unit:
         }
         facts = {"inputs": self.inputs_hash()}
         try:
-            self.writer.write_unit(self.start, shaped, outputs=self.outputs, norms=self.norms, facts=facts)
+            self.writer.write_unit(
+                self.start, shaped, outputs=self.outputs, norms=self.norms, facts=facts, norms_of_rows=True
+            )
         except JacstoreError:
             raise
         except Exception as error:

@@ -7,7 +7,7 @@ the size and checksum of everything, put in place by rename. Only the record mak
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import numpy as np
 from jacstore import hierarchy, machine
 from jacstore.errors import Mismatch, NonFinite, Refused
 from jacstore.files import Files, Folder, Memory
-from jacstore.ledger import FOLDER, Lock, compare_requested
+from jacstore.ledger import Lock, compare_requested, sweep
 from jacstore.machine import format_size
 from jacstore.pieces import CODECS, ArrayLayout, FileEncoder, FileRecord
 from jacstore.plan import IO_THREADS, StorePlan, plan_store
@@ -26,6 +26,7 @@ from jacstore.store import DTYPES, JacobianStore, from_bfloat16, storage_dtype, 
 from jacstore.terms import Leaf, dense_leaves
 
 ARRAYS = ("rows", "outputs", "norms")
+LARGEST = {"float16": 65504.0, "bfloat16": 3.38e38, "float32": 3.4e38, "float64": 1.79e308}
 
 
 class StoreWriter:
@@ -65,17 +66,19 @@ class StoreWriter:
         allow_nonfinite: bool = False,
         overwrite: bool = False,
         listener: Listener = silent,
+        stop: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._stop, self._entered = stop, False
         self.leaves = _as_leaves(leaves)
         budget = machine.default_memory(memory)
         if dtype not in DTYPES:
             raise Refused(f"--dtype {dtype}: allowed are {', '.join(DTYPES)} (dtype=)")
         if codec not in CODECS:
             raise Refused(f"--codec {codec}: allowed are {', '.join(CODECS)} (codec=)")
-        if n_examples < 1 or n_outputs < 1 or not self.leaves:
-            raise Refused(f"{n_examples} examples x {n_outputs} outputs x {len(self.leaves)} leaves: none may be 0")
-        if unit_size is not None and unit_size < 1:
-            raise Refused(f"--unit-size {unit_size}: must be at least 1 (unit_size=)")
+        n_columns = sum(leaf.size for leaf in self.leaves)
+        if n_examples < 1 or n_outputs < 1 or n_columns < 1:
+            raise Refused(f"{n_examples} examples x {n_outputs} outputs x {n_columns} parameters: none may be 0")
+        unit_size = hierarchy.parse_count(unit_size, "--unit-size")
         self.where = "memory://" if path is None else str(path)
         self.files = hierarchy.place(path, budget)
         self.dtype, self.listener, self.allow_nonfinite = dtype, listener, allow_nonfinite
@@ -91,22 +94,22 @@ class StoreWriter:
                 plan = plan_store(
                     n_examples=n_examples,
                     n_outputs=n_outputs,
-                    n_columns=sum(leaf.size for leaf in self.leaves),
+                    n_columns=n_columns,
                     itemsize=np.dtype(storage_dtype(dtype)).itemsize,
                     memory=budget,
                     unit_size=unit_size,
                 )
-                self._refuse_small_disk(plan)
+                refuse_small_disk(self.where, plan)
                 if isinstance(self.files, Memory):
                     # The rest of the budget is for units on their way and for the device pass.
                     self.files.limit = max(budget // 8, budget - 3 * plan.unit_bytes)
                 self._create(plan, codec, outputs_dtype, wanted, left_out)
             self.store = JacobianStore(self.files, self.where)
             compare_requested(self.where, self.store.requested, wanted)
-        if unit_size is not None and unit_size != self.store.unit_size and unit_size < n_examples:
+        if unit_size is not None and min(unit_size, n_examples) != self.store.unit_size:
             raise Mismatch(
-                f"{self.where}: unit_size: {self.store.unit_size} -> {unit_size}; repeat the first --unit-size "
-                "(unit_size=) or start anew with --overwrite (overwrite=True)"
+                f"{self.where}: unit_size: {self.store.unit_size} -> {min(unit_size, n_examples)}; repeat the first "
+                "--unit-size (unit_size=) or start anew with --overwrite (overwrite=True)"
             )
         self.units = _units_of_part(self.store.n_units, part)
         self._lock: Lock | None = None
@@ -115,12 +118,16 @@ class StoreWriter:
 
     def __enter__(self) -> StoreWriter:
         if isinstance(self.files, Folder) and self.units:
-            self._lock = Lock(self.files, self.units.start, self.units.stop - 1, self.listener).__enter__()
+            self._lock = Lock(self.files, self.units.start, self.units.stop - 1, self.listener, self._stop)
+            self._lock.__enter__()
         self._done = set(self.store.ledger.done("unit"))
+        sweep(self.files, ["unit"], self.units)
         self._recheck()
+        self._entered = True
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._entered = False
         if self._pool is not None:
             self._pool.shutdown()
         if self._lock is not None:
@@ -150,6 +157,7 @@ class StoreWriter:
         outputs: np.ndarray | None = None,
         norms: np.ndarray | None = None,
         facts: Mapping[str, Any] | None = None,
+        norms_of_rows: bool = False,
     ) -> None:
         """Store one unit and mark it as finished.
 
@@ -163,6 +171,10 @@ class StoreWriter:
             `(n, K)`; NaN if not given.
         norms
             Squared row norms `(n, K, L)` before rounding; computed from `rows` in float64 if not given.
+        facts
+            Further entries of the unit's record.
+        norms_of_rows
+            Whether `norms` were summed over these very rows, so that a finite norm proves a finite row.
 
         Raises
         ------
@@ -172,6 +184,8 @@ class StoreWriter:
             If a row holds NaN or infinity, naming the examples.
         """
         store = self.store
+        if not self._entered:
+            raise Refused("units are written under a lock: use `with StoreWriter(...) as writer`")
         unit, rest = divmod(start, store.unit_size)
         if rest or unit not in self.units:
             raise Refused(f"start {start}: no unit of this writer begins there; `missing` lists those to write")
@@ -181,14 +195,12 @@ class StoreWriter:
             )
         count = store.unit_range(unit)[1] - start
         arrays = self._check_arrays(rows, count)
-        norms = _norms(arrays) if norms is None else np.asarray(norms, np.float64)
-        nonfinite = self._nonfinite(start, arrays, norms)
+        proven = norms is None or norms_of_rows
+        row_norms = _norms(arrays) if norms is None else _shaped(norms, "norms", (count, store.n_outputs, len(arrays)))
+        nonfinite = self._nonfinite(start, arrays, row_norms, proven)
         if outputs is None:
             outputs = np.full((count, store.n_outputs), np.nan)
-        self._sweep(unit)
-        small = {"outputs": np.asarray(outputs).reshape(count, store.n_outputs), "norms": norms}
-        if small["norms"].shape != (count, store.n_outputs, len(self.leaves)):
-            raise Refused(f"norms {small['norms'].shape}: allowed is {(count, store.n_outputs, len(self.leaves))}")
+        small = {"outputs": _shaped(outputs, "outputs", (count, store.n_outputs)), "norms": row_norms}
         files = self._write_files(unit, arrays, small)
         self.files.sync_folders(files)
         size = sum(record.size for record in files.values())
@@ -199,7 +211,7 @@ class StoreWriter:
                 "start": start,
                 "stop": start + count,
                 "bytes": size,
-                "zero_rows": int(np.sum(norms.sum(-1) == 0)),
+                "zero_rows": int(np.sum(row_norms.sum(-1) == 0)),
                 "nonfinite_examples": nonfinite,
                 "files": {name: record.to_list() for name, record in files.items()},
                 **(facts or {}),
@@ -222,15 +234,22 @@ class StoreWriter:
             wanted = (count, self.store.n_outputs, *leaf.shape)
             if array.shape != wanted:
                 raise Refused(f"leaf {leaf.path!r}: rows of shape {array.shape}, allowed is {wanted}")
+            bits = array.dtype == np.uint16
+            if bits != (bits and self.dtype == "bfloat16") or not (array.dtype.kind in "fiub" or _is_bfloat16(array)):
+                raise Refused(
+                    f"leaf {leaf.path!r}: rows of type {array.dtype}, allowed are real numbers ({self.dtype})"
+                )
+            if _is_bfloat16(array):
+                array = array.view(np.uint16) if self.dtype == "bfloat16" else array.astype(np.float32)
             arrays.append(array.reshape(count, self.store.n_outputs, leaf.size))
         return arrays
 
-    def _nonfinite(self, start: int, arrays: list[np.ndarray], norms: np.ndarray) -> list[int]:
+    def _nonfinite(self, start: int, arrays: list[np.ndarray], norms: np.ndarray, proven: bool) -> list[int]:
         """Examples with NaN or infinity in what will be stored."""
-        # A finite float32 norm proves finite rows; float16 can overflow in rounding, so its values are looked at.
-        suspects = np.flatnonzero(~np.isfinite(norms).all(axis=(1, 2)))
-        if self.dtype == "float16":
-            suspects = np.arange(len(norms))
+        # No entry is larger than the root of a norm; where that is well inside the stored type nothing can overflow.
+        with np.errstate(over="ignore", invalid="ignore"):
+            safe = np.sqrt(norms) < 0.99 * LARGEST[self.dtype]
+        suspects = np.flatnonzero(~safe.all(axis=(1, 2))) if proven else np.arange(len(norms))
         bad = []
         for n in suspects:
             stored = [self._as_stored(array[n]) for array in arrays]
@@ -253,12 +272,6 @@ class StoreWriter:
             return values if values.dtype == np.uint16 else to_bfloat16(values.astype(np.float32))
         with np.errstate(over="ignore", invalid="ignore"):
             return values.astype(self.dtype, copy=False)
-
-    def _sweep(self, unit: int) -> None:
-        """Remove what a dead attempt left of this unit."""
-        for name in self.files.names(FOLDER):
-            if name.startswith(f".unit-{unit:07d}.json.") and name.endswith(".tmp"):
-                self.files.remove(f"{FOLDER}/{name}")
 
     def _write_files(self, unit: int, arrays: list[np.ndarray], small: dict[str, np.ndarray]) -> dict[str, FileRecord]:
         """Encode and write all files of a unit, several at a time: flushing waits for the disk, encoding for a core."""
@@ -333,16 +346,31 @@ class StoreWriter:
         }
         hierarchy.create(self.files, layouts, attributes)
 
-    def _refuse_small_disk(self, plan: StorePlan) -> None:
-        if not isinstance(self.files, Folder):
-            return
-        free = machine.free_disk(self.files.root)
-        # Compression seldom halves float rows, and less can be promised of none.
-        if plan.bytes_rows > free:
-            raise Refused(
-                f"{self.where}: rows take {format_size(plan.bytes_rows)}, its disk has {format_size(free)} free; "
-                "choose another disk (--out, out=), --dtype bfloat16 (dtype=) or fewer examples (--examples A:B)"
-            )
+
+def refuse_small_disk(where: str, plan: StorePlan) -> None:
+    """Refuse a store whose rows are larger than the free space of its disk."""
+    if where == "memory://":
+        return
+    free = machine.free_disk(where)
+    # Compression seldom halves float rows, and less can be promised of none.
+    if plan.bytes_rows > free:
+        raise Refused(
+            f"{where}: rows take {format_size(plan.bytes_rows)}, its disk has {format_size(free)} free; "
+            "choose another disk (--out, out=), --dtype bfloat16 (dtype=) or fewer examples (--examples A:B, examples=)"
+        )
+
+
+def _is_bfloat16(array: np.ndarray) -> bool:
+    """Whether these are bfloat16 numbers of the package ml_dtypes, as JAX gives them."""
+    return array.dtype.name == "bfloat16"
+
+
+def _shaped(given: np.ndarray, name: str, wanted: tuple[int, ...]) -> np.ndarray:
+    """A real array of the wanted shape."""
+    array = np.asarray(given)
+    if array.shape != wanted or array.dtype.kind not in "fiub":
+        raise Refused(f"{name}: {array.dtype} of shape {array.shape}, allowed are real numbers of shape {wanted}")
+    return array.astype(np.float64) if name == "norms" else array
 
 
 def _row_pieces(

@@ -154,7 +154,6 @@ def test_case_04_other_settings_over_old_bytes_are_refused(store_path):
     assert contents(store_path) == before
 
 
-@pytest.mark.xfail(reason="fault 1: build takes another --unit-size without a word and keeps the first", strict=True)
 @pytest.mark.parametrize("size", [5, 10, 100])
 def test_case_04_another_unit_size_is_refused(size, store_path):
     named = f"unit_size: 2 -> {min(size, 10)}"
@@ -266,7 +265,6 @@ def test_case_09_an_empty_leaf_takes_no_column(tmp_path):
     assert row_error(rows_of(store), dense_rows(problem)) <= FLOAT32
 
 
-@pytest.mark.xfail(reason="fault 2: an empty leaf never gets its tiles with by_leaf", strict=True)
 def test_case_09_an_empty_leaf_has_a_kernel_of_zeros(tmp_path):
     store = build(with_empty_leaf(), tmp_path / "run.jac", codec="none")
     kernel = gram(store, out=tmp_path / "run.ntk", by_leaf=True)
@@ -496,7 +494,6 @@ def test_case_19_zero_is_refused_by_gram(flag, finished, tmp_path):
     assert not (tmp_path / "run.ntk").exists()
 
 
-@pytest.mark.xfail(reason="fault 3: True and False count as integers, NumPy's integers do not", strict=True)
 def test_case_19_numbers_are_integers_of_whatever_kind(tmp_path):
     assert build(mlp(4), tmp_path / "run.jac", unit_size=np.int64(2), codec="none").n_units == 2
     assert "--unit-size False" in refusal(build, mlp(4), tmp_path / "other.jac", unit_size=False)
@@ -571,7 +568,6 @@ def test_case_21_every_byte_of_the_data_is_guarded(store_path):
     assert store.check_unit(0) is None
 
 
-@pytest.mark.xfail(reason="fault 4: stored checksums and the shard's index are not in the record", strict=True)
 def test_case_21_the_index_of_a_shard_is_guarded_too(store_path):
     path = store_path / "rows/c/0/0/0"
     flip(path, path.stat().st_size - 20)
@@ -635,9 +631,6 @@ def test_case_23_a_store_larger_than_its_disk_is_refused_before_it_starts(small_
     assert not list(small_disk.rglob("zarr.json"))
 
 
-@pytest.mark.xfail(
-    reason="fault 5: the disk's speed is measured with 32 MB before its free space is looked at", strict=True
-)
 def test_case_23_so_it_is_when_the_codec_is_still_to_be_measured(small_disk):
     assert "30 MB" in refusal(build, wide(10, 750_000), small_disk / "run.jac")
     assert build(wide(2, 1000), small_disk / "small.jac").complete
@@ -840,7 +833,6 @@ def test_case_26_ctrl_c_in_a_build_keeps_whole_units(tmp_path, truth):
     check_build("SIGINT", tmp_path, truth)
 
 
-@pytest.mark.xfail(reason="fault 15: what is missing is counted before the last units are written", strict=False)
 def test_case_26_units_that_were_being_written_are_not_called_missing(tmp_path, monkeypatch):
     writing, asked = threading.Event(), threading.Event()
 
@@ -890,7 +882,6 @@ def test_case_27_a_device_that_is_not_there_is_refused_by_build(tmp_path):
 
 
 @on_cpu_only
-@pytest.mark.xfail(reason="fault 6: gram lets JAX's own AssertionError through", strict=True)
 def test_case_27_a_device_that_is_not_there_is_refused_by_gram(finished, tmp_path):
     done = run_command("gram", finished, "--out", tmp_path / "run.ntk", JAX_PLATFORMS="cuda")
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "JAX_PLATFORMS=cuda" in done.stderr
@@ -924,7 +915,6 @@ print(status("VmHWM") - before, kernel.report["passes"], kernel.plan.memory_byte
             id="tiles of the plan's choice",
             marks=[
                 pytest.mark.slow,
-                pytest.mark.xfail(reason="fault 12: 7,056 tiles, whose records are not in the plan", strict=True),
             ],
         ),
     ],
@@ -947,7 +937,6 @@ def test_case_28_a_kernel_of_200_mb_takes_50_mb(tile, tmp_path):
     assert kernel_error(corner, dense_kernel(left, right), left, right) <= FLOAT32
 
 
-@pytest.mark.xfail(reason="fault 13: buffers of a RAM store are joined after they were used again", strict=True)
 def test_case_28_a_store_in_ram_holds_many_pieces(truth, tiny_pieces):
     assert row_error(rows_of(build(mlp(10), None, unit_size=5)), truth) <= FLOAT32
 
@@ -959,7 +948,6 @@ def test_case_28_a_unit_is_written_before_the_next_where_memory_holds_one(truth,
     assert row_error(rows_of(store), truth) <= FLOAT32
 
 
-@pytest.mark.xfail(reason="fault 14: the temporary folder is left to the garbage collector, which warns", strict=True)
 def test_case_28_a_store_in_ram_moves_to_a_folder_beyond_its_memory(truth, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(jacstore.plan, "PIECE_COLUMNS", (66, 66))
@@ -1012,7 +1000,6 @@ def test_case_30_rows_of_two_networks_are_refused(changes, named, finished, tmp_
     assert not (tmp_path / "run.ntk").exists()
 
 
-@pytest.mark.xfail(reason="fault 7: only parameters are compared, not the function or which outputs", strict=True)
 @pytest.mark.parametrize(
     "changes", [{"apply": lambda p, x: x @ p["layer0"]["w"] @ p["layer1"]["w"]}, {"outputs": [0, 2, 1]}]
 )
@@ -1175,7 +1162,6 @@ def test_case_37_another_parts_lock_is_nobodys_business(store_path, monkeypatch)
     assert owner["host"] == "elsewhere" and build(mlp(10), store_path, codec="none", part="2/2").complete
 
 
-@pytest.mark.xfail(reason="fault 8: a signal is not noticed before the wait for another host's lock ends", strict=True)
 def test_case_37_a_signal_ends_the_waiting(store_path, monkeypatch):
     monkeypatch.setattr(jacstore.ledger, "STALE_SECONDS", 1.0)
     foreign_lock(store_path)
@@ -1286,9 +1272,6 @@ def test_case_38_a_writer_that_dies_in_a_unit_leaves_it_missing(tmp_path, monkey
     assert not [name for name in os.listdir(tmp_path / "run.jac/ledger") if name.endswith(".tmp")]
 
 
-@pytest.mark.xfail(
-    reason="fault 9: rows that become infinite in the stored type, or hide behind given norms", strict=True
-)
 @pytest.mark.parametrize(
     ("dtype", "value", "norms"),
     [("float32", 1e100, None), ("bfloat16", 3.4e38, None), ("float32", np.nan, np.zeros((2, 2, 2)))],
@@ -1299,7 +1282,6 @@ def test_case_38_no_row_becomes_infinite_unseen(dtype, value, norms, tmp_path):
         refusal(writer.write_unit, 0, rows, norms=norms, error=NonFinite)
 
 
-@pytest.mark.xfail(reason="fault 10: some wrong arrays are taken, others end in NumPy's own errors", strict=True)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -1316,7 +1298,6 @@ def test_case_38_a_wrong_array_is_refused(changes, tmp_path):
         refusal(writer.write_unit, 0, given, outputs=changes.get("outputs"))
 
 
-@pytest.mark.xfail(reason="fault 11: units can be written without the lock", strict=True)
 def test_case_38_a_unit_is_written_under_the_lock_only(tmp_path):
     writer = StoreWriter(tmp_path / "run.jac", LEAVES, 4, 2, unit_size=2)
     assert "with StoreWriter" in refusal(writer.write_unit, 0, part_of(outside(), 0, 2))

@@ -188,9 +188,6 @@ def test_info_lists_leaves_and_what_was_left_out(tmp_path):
     assert "zero rows: 0" in text and "NaN or infinity: 0" in text
 
 
-@pytest.mark.xfail(
-    reason="fault 19: the line that completes a kernel names its stores relative to the kernel", strict=True
-)
 def test_the_line_that_completes_a_kernel_can_be_run_as_it_is(finished, tmp_path, monkeypatch):
     monkeypatch.chdir(finished.parent)
     words = ("gram", "run.jac", "--out", tmp_path / "run.ntk", "--part", "1/2")
@@ -288,7 +285,6 @@ def test_a_wrong_value_of_gram_is_one_line(flag, value, named, finished, tmp_pat
     assert not (tmp_path / "run.ntk").exists()
 
 
-@pytest.mark.xfail(reason="fault 20: click prints its own usage in four lines", strict=True)
 @pytest.mark.parametrize(
     ("words", "named"),
     [
@@ -302,13 +298,11 @@ def test_a_flag_that_click_refuses_is_one_line_too(words, named, target, tmp_pat
     assert all(text in line for text in named)
 
 
-@pytest.mark.xfail(reason="fault 20: click prints its own usage in four lines", strict=True)
 @pytest.mark.parametrize("words", [("build",), ("build", "net.py"), ("gram", "run.jac"), ("frobnicate",)])
 def test_a_missing_word_is_one_line_too(words):
     failed(*words)
 
 
-@pytest.mark.xfail(reason="fault 21: a size that is infinite ends in an OverflowError", strict=True)
 def test_a_size_without_end_is_refused(target, tmp_path):
     line = failed("build", target, "--out", tmp_path / "run.jac", "--memory", "1e400GB")
     assert "--memory 1e400GB" in line and "fault" not in line
@@ -442,20 +436,17 @@ def test_overwrite_of_nothing_is_a_start(target, tmp_path):
     assert "complete" in done("build", target, "--out", tmp_path / "run.jac", "--overwrite", "--codec", "none")
 
 
-@pytest.mark.xfail(reason="fault 22: the link is renamed, and what it points to is lost from sight", strict=True)
 def test_overwrite_goes_through_a_link(target, store_path, tmp_path):
     (tmp_path / "link").symlink_to(store_path)
     done("build", f"{target}:other_weights", "--out", tmp_path / "link", "--overwrite")
     assert (tmp_path / "link").is_symlink() and len(os.listdir(tmp_path)) == 2
 
 
-@pytest.mark.xfail(reason="fault 22: a path without a name cannot be put out of sight", strict=True)
 def test_overwrite_works_on_the_current_folder(target, store_path, monkeypatch):
     monkeypatch.chdir(store_path)
     done("build", f"{target}:other_weights", "--out", ".", "--overwrite")
 
 
-@pytest.mark.xfail(reason="fault 23: Zarr's own temporary file counts as foreign", strict=True)
 def test_a_start_that_was_killed_in_the_last_moment_can_be_repeated(target, tmp_path):
     # What zarr-python leaves if it is killed between writing the root's metadata and renaming it.
     (tmp_path / "run.jac").mkdir()

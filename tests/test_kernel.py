@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-from functools import partial
 from pathlib import Path
 
 import dask.array as da
@@ -20,7 +19,6 @@ from jacstore.errors import Damaged, Incomplete, Refused
 from jacstore.kernel import Kernel, open_kernel
 
 # A fault that has been reported and not been mended; the mark goes with the fault.
-open_fault = partial(pytest.mark.xfail, strict=True)
 quick = settings(max_examples=25, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 MODES = ("full", "trace", "diagonal", "blocks")
 LEAVES = {"body/w": (3, 5), "b": (4,), ".": ()}
@@ -80,7 +78,6 @@ def test_zarr_and_dask_read_a_kernel_without_jacstore(mode, other, tmp_path):
     np.testing.assert_array_equal(computed(da.from_zarr(tmp_path / "k", component="kernel")), computed(kernel.array))
 
 
-@open_fault(reason="F19: the ledger is a folder and no group, which zarr warns of", raises=Warning)
 def test_xarray_reads_a_kernel_with_its_dimension_names(tmp_path):
     xarray = pytest.importorskip("xarray")
     _, truth = assembled(tmp_path / "k", "diagonal")
@@ -127,10 +124,6 @@ def kernels_of_leaves(mode):
     return {leaf: kernel_of(rows[..., columns], rows[..., columns], mode) for leaf, columns in COLUMNS.items()}
 
 
-@open_fault(
-    reason="F11: making the group leaves deletes the metadata of the arrays in it",
-    raises=zarr.errors.ArrayNotFoundError,
-)
 @pytest.mark.parametrize("mode", MODES)
 def test_zarr_and_dask_read_the_kernel_of_a_leaf_without_jacstore(mode, tmp_path):
     assembled(tmp_path / "k", mode, by_leaf=True)
@@ -172,7 +165,6 @@ def test_any_slice_of_the_array_is_that_of_numpy(mode, n, other, tile, by_leaf, 
         np.testing.assert_array_equal(computed(kernel.array[index]), whole[index])
 
 
-@open_fault(reason="F2: Dask hands integers on to the array-like", raises=AttributeError)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("index", [0, np.s_[:, -1], np.s_[1, 1]])
 def test_an_integer_index_drops_its_axis(mode, index):

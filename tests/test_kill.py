@@ -137,21 +137,18 @@ def test_a_run_that_nobody_kills_leaves_nothing_behind(kind, scenes):
     assert leftovers(scenes(kind).folder / "whole") == []
 
 
-not_swept = pytest.mark.xfail(reason="fault 16: only a build sweeps, and only temporary records of units", strict=True)
-
-
 @pytest.mark.parametrize(
     ("kind", "when"),
     [
         ("build", "rename ledger/unit-0000001.json"),
         ("gram", "write checkpoints/item-0000000-1.bin"),
-        pytest.param("gram", "rename ledger/checkpoint-0-0000000.json", marks=not_swept),
-        pytest.param("gram", "rename ledger/tiles-0000000.json", marks=not_swept),
-        pytest.param("gram", "rename ledger/item-0000000.json", marks=not_swept),
-        pytest.param("gram", "remove checkpoints/item-0000000-1.bin", marks=not_swept),
-        pytest.param("parts", "rename ledger/item-0000000.json", marks=not_swept),
-        pytest.param("parts", "rename ledger/tiles-0000000.json", marks=not_swept),
-        pytest.param("parts", "remove partials/item-0000000.bin", marks=not_swept),
+        pytest.param("gram", "rename ledger/checkpoint-0-0000000.json"),
+        pytest.param("gram", "rename ledger/tiles-0000000.json"),
+        pytest.param("gram", "rename ledger/item-0000000.json"),
+        pytest.param("gram", "remove checkpoints/item-0000000-1.bin"),
+        pytest.param("parts", "rename ledger/item-0000000.json"),
+        pytest.param("parts", "rename ledger/tiles-0000000.json"),
+        pytest.param("parts", "remove partials/item-0000000.bin"),
     ],
 )
 def test_what_a_killed_run_leaves_behind_is_swept_by_the_next(kind, when, scenes):

@@ -7,7 +7,7 @@ import math
 import re
 import time
 from collections import Counter
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -20,7 +20,6 @@ from jacstore.plan import MODES, GramPlan, Group, Side, StorePlan, block_shape, 
 
 GIB = 2**30
 # A fault that has been reported and not been mended; the mark goes with the fault.
-open_fault = partial(pytest.mark.xfail, strict=True)
 quick = settings(max_examples=50, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
 
@@ -274,7 +273,6 @@ def test_a_plan_survives_json(request):
     assert GramPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
 
 
-@open_fault(reason="F14: the memory is that of a tile on the diagonal, and of tiles that are not tried with it")
 @given(request=requests(memory=1))
 @quick
 def test_a_refusal_names_a_memory_that_suffices(request):
@@ -321,7 +319,6 @@ TEN_PERCENT_FEWER = {
 }
 
 
-@open_fault(reason="F15: squares have to save a tenth, as a smaller tile has to", raises=AssertionError)
 @given(request=requests(cols=None, workers=1, leaf_borders=None), tile=st.integers(1, 8))
 @example(request=TEN_PERCENT_FEWER, tile=3)
 @quick
@@ -371,7 +368,7 @@ def strips_of_the_formula(rows, elements):
         (30_000, 16, "one pass"),
         (100_000, 16, "strips"),
         (100_000, 139, "one pass"),
-        pytest.param(300_000, 64, "squares", marks=open_fault(reason="F15: squares have to save a tenth")),
+        (300_000, 64, "squares"),
         (300_000, 139, "strips"),
         (300_000, 16, "squares"),
     ],
@@ -395,9 +392,9 @@ def test_passes_are_those_of_the_formula(rows, gib, schedule):
     ("outputs", "other"),
     [
         (1, None),
-        pytest.param(10, None, marks=open_fault(reason="F13: the default tile makes 20,164 tiles", raises=Refused)),
-        pytest.param(1, 300_000, marks=open_fault(reason="F16: rectangles are searched one by one", strict=False)),
-        pytest.param(10, 300_000, marks=open_fault(reason="F13: the default tile makes 20,164 tiles", raises=Refused)),
+        (10, None),
+        (1, 300_000),
+        (10, 300_000),
     ],
 )
 @pytest.mark.parametrize("gib", [16, 64])
@@ -418,10 +415,7 @@ def test_too_many_tiles_are_refused_and_the_advice_helps():
     assert plan_gram(**request, memory=10**9, tile=2).tiles_total == 75 * 76 // 2
 
 
-F13 = open_fault(reason="F13: the default tile forgets that every leaf has its own files", raises=Refused)
-
-
-@pytest.mark.parametrize("leaves", [1, pytest.param(8, marks=F13), pytest.param(100, marks=F13)])
+@pytest.mark.parametrize("leaves", [1, 8, 100])
 def test_tiles_that_nobody_asked_for_never_make_too_many_files(leaves):
     plan = big(300_000, 64 * GIB, leaf_borders=[2_400_000 * n // leaves for n in range(leaves)])
     assert math.prod(plan.grid) * leaves <= planning.MAX_FILES

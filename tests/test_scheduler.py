@@ -169,7 +169,6 @@ def test_a_worker_killed_in_an_item_changes_nothing(store, cluster, alone, rows,
     assert not [name for name in contents(tmp_path / "run.ntk") if name.startswith("partials/")]
 
 
-@pytest.mark.xfail(reason="fault 17: the cluster's HTTP server wants port 8787 whoever has it, and warns", strict=True)
 def test_two_clusters_may_run_on_one_machine(store, tmp_path):
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -185,9 +184,6 @@ def test_two_clusters_may_run_on_one_machine(store, tmp_path):
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(
-    reason="fault 18: the store is looked at only when Dask pickles it, after the kernel was made", strict=True
-)
 def test_a_store_in_ram_cannot_go_to_processes(tmp_path):
     held = build(mlp(3), None)
     for other in (None, held):

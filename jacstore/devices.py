@@ -1,0 +1,29 @@
+"""In: what JAX was told. Out: the device it computes on, or one line that says what is missing."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+
+from jacstore.errors import Refused
+
+
+def device() -> Any:
+    """The device that JAX computes on.
+
+    Raises
+    ------
+    Refused
+        If the platform that was asked for is not there.
+    """
+    try:
+        return jax.devices()[0]
+    except (RuntimeError, AssertionError) as error:
+        reason = " ".join(str(error).split()) or "its plug-in did not start"
+        asked = os.environ.get("JAX_PLATFORMS", "")
+        raise Refused(
+            f"JAX_PLATFORMS={asked}: no such device here ({reason}); install jaxlib for it "
+            '(pip install "jacstore[cuda]") or set JAX_PLATFORMS=cpu'
+        ) from error
