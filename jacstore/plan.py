@@ -82,7 +82,12 @@ def plan_store(
     columns = _even(n_columns, columns)
     total = n_examples * example_bytes
     file_bytes = max(FILE_BYTES, total // (MAX_FILES // 2))
-    per_file = max(1, min(file_bytes // (unit_size * n_outputs * columns * itemsize), -(-n_columns // columns)))
+    pieces = -(-n_columns // columns)
+    files = -(-unit_size * example_bytes // file_bytes)
+    if 1 < files < n_columns // columns:
+        # A unit's files are written several at a time: a last one alone would leave the disk half idle.
+        files = -(-files // IO_THREADS) * IO_THREADS
+    per_file = -(-pieces // min(files, pieces))
     plan = StorePlan(
         n_examples=n_examples,
         n_outputs=n_outputs,

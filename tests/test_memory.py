@@ -63,7 +63,6 @@ def measured(stores: tuple[Path, Path], out: Path, memory: str) -> dict[str, Any
     return dict(json.loads(done.stdout))
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize(("memory", "passes"), [("25MB", "several"), ("40MB", "several"), ("150MB", "one")])
 def test_gram_stays_within_memory_and_reads_what_the_plan_says(

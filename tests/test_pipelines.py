@@ -23,7 +23,6 @@ def run(folder: Path, *words: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
 def test_digits_prints_accuracies_and_draws_a_figure_and_a_rerun_reuses_everything(tmp_path: Path) -> None:
     first = run(tmp_path, str(ROOT / "pipelines" / "digits.py"), "--small", "--out", "run")
     assert "kernel ridge regression on its NTK" in first
@@ -33,7 +32,6 @@ def test_digits_prints_accuracies_and_draws_a_figure_and_a_rerun_reuses_everythi
     assert second.count(" 0 computed") == 4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("net", "outputs"), [("mlp", "all"), ("cnn", "sum")])
 def test_mnist_runs_from_an_npz(tmp_path: Path, net: str, outputs: str) -> None:
     rng = np.random.default_rng(0)
@@ -49,7 +47,6 @@ def test_mnist_runs_from_an_npz(tmp_path: Path, net: str, outputs: str) -> None:
     assert (tmp_path / "mnist-run" / "mnist.png").exists()
 
 
-@pytest.mark.slow
 def test_bench_gram_compares_with_bare_blas_in_one_run(tmp_path: Path) -> None:
     words = ("--rows", "300", "--parameters", "2000", "--rounds", "1", "--memory", "500MB")
     figures = json.loads(run(tmp_path, str(ROOT / "pipelines" / "bench_gram.py"), *words).splitlines()[-1])
@@ -57,7 +54,6 @@ def test_bench_gram_compares_with_bare_blas_in_one_run(tmp_path: Path) -> None:
     assert all(figures[key] > 0 for key in ("bare", "arithmetic", "gram"))
 
 
-@pytest.mark.slow
 def test_bench_build_compares_with_device_and_disk_in_one_run(tmp_path: Path) -> None:
     words = ("--examples", "20", "--widths", "30", "20", "5", "--rounds", "1", "--memory", "500MB")
     figures = json.loads(run(tmp_path, str(ROOT / "pipelines" / "bench_build.py"), *words).splitlines()[-1])
@@ -65,7 +61,6 @@ def test_bench_build_compares_with_device_and_disk_in_one_run(tmp_path: Path) ->
     assert all(figures["float32"][key] > 0 for key in ("build", "device_alone", "write_alone", "limit"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("notebook", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
 def test_the_cells_of_a_notebook_run_in_order(tmp_path: Path, notebook: Path) -> None:
     cells = json.loads(notebook.read_text())["cells"]
