@@ -40,6 +40,8 @@ LAYOUTS = ("auto", "dense", "factored")
 # How many finished units a rerun checks against the inputs it was given; `verify` checks all.
 UNITS_REHASHED = 4
 READ_AHEAD = 2
+# Device passes begun before the first of them is waited for: more than one keeps a second core busy.
+IN_FLIGHT = 4
 # What a disk is taken to write when nothing may be written to measure it, in bytes a second.
 DISK_SPEED = 5e8
 
@@ -356,8 +358,8 @@ class _Job:
         """How many units may be waiting for the disk while the next one is filled."""
         store = writer.store
         unit = store.bytes_decoded // store.n_examples * store.unit_size + store.files.bytes_held
-        # One batch is computed while another is copied.
-        on_host = 2 * passes.bytes_needed if device().platform == "cpu" else 0
+        # Batches are computed while others are copied.
+        on_host = IN_FLIGHT * passes.bytes_needed if device().platform == "cpu" else 0
         left = self.memory - on_host
         if unit > left:
             raise Refused(
@@ -463,12 +465,12 @@ def ntk(
 
 
 def _rows_in_order(passes: DevicePass, inputs: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any, BatchRows]]:
-    """Batch, inputs and rows of each device pass; the next pass is started before one is waited for."""
+    """Batch, inputs and rows of each device pass; the next passes are started before one is waited for."""
     started: deque[tuple[Any, Any, int, Any]] = deque()
     for batch, examples in inputs:
         for first, values in passes.dispatch(examples):
             started.append((batch, examples, first, values))
-            if len(started) > 1:
+            if len(started) >= IN_FLIGHT:
                 yield _landed(passes, *started.popleft())
     while started:
         yield _landed(passes, *started.popleft())
