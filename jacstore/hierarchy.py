@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import zarr
-from zarr.codecs import BloscCname, BloscCodec, Crc32cCodec
+from zarr.codecs import BloscCodec, Crc32cCodec
 
 from jacstore.errors import Damaged, Refused
 from jacstore.files import Files, Folder, Memory, clear_folder, explain
@@ -63,9 +63,9 @@ def create(
 def _create_array(root: Path, layout: ArrayLayout) -> None:
     compressors: list[Any] = []
     if layout.codec != "none":
-        compressors.append(
-            BloscCodec(cname=BloscCname(layout.codec), clevel=BLOSC_LEVELS[layout.codec], shuffle="bitshuffle")
-        )
+        # A string: the enumeration of names is callable in some versions of zarr and not in others.
+        name: Any = layout.codec
+        compressors.append(BloscCodec(cname=name, clevel=BLOSC_LEVELS[layout.codec], shuffle="bitshuffle"))
     file_shape = tuple(p * n for p, n in zip(layout.piece, layout.per_file, strict=True))
     zarr.create_array(
         root / layout.name,

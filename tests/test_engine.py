@@ -86,7 +86,7 @@ def test_every_engine_adds_up_the_products_of_float64(mode, precision):
     a = random_rows(9, 3, 50)
     b = a if mode == "blocks" else random_rows(7, 3, 50, seed=1)
     for engine in engines(precision):
-        assert error_of(streamed(engine, mode, a, b, [(0, 20), (20, 50)]), a, b, mode) <= LIMIT[precision]
+        assert error_of(streamed(engine, mode, a, b, [(0, 25), (25, 50)]), a, b, mode) <= LIMIT[precision]
 
 
 @given(
@@ -146,16 +146,14 @@ def test_float32_products_are_summed_in_float64():
         assert streamed(engine, "full", a, a, slabs).item() == 4096**2 + 250
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("stored", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("stored", "mode"), [*(("bfloat16", mode) for mode in MODES), ("float16", "full")])
 def test_xla_multiplies_16_bit_rows_as_they_are(stored, mode):
     """A product of two 16-bit numbers is exact in float32: the error is that of the sum."""
     narrow = random_rows(6, 2, 40).astype(stored)
     a = narrow.astype(np.float32)
-    for resident in (None, 0):
-        engine = XlaEngine("float32", stored, resident)
-        assert engine.slab_dtype.itemsize == 2
-        assert error_of(streamed(engine, mode, a, a, [(0, 25), (25, 40)]), a, a, mode) <= LIMIT["float32"]
+    engine = XlaEngine("float32", stored)
+    assert engine.slab_dtype.itemsize == 2
+    assert error_of(streamed(engine, mode, a, a, [(0, 20), (20, 40)]), a, a, mode) <= LIMIT["float32"]
 
 
 @pytest.mark.parametrize("stored", ["bfloat16", "float16", "float32"])
@@ -171,7 +169,7 @@ def test_fast_products_are_those_of_rows_rounded_to_bfloat16(mode):
     """On a CPU: the rounding of both rows, at most 2 * 2^-9 of each term, and no more than float32 on top."""
     a = random_rows(6, 2, 40)
     rounded = a.astype(ml_dtypes.bfloat16).astype(np.float32)
-    found = streamed(XlaEngine("fast", "float32"), mode, a, a, [(0, 25), (25, 40)])
+    found = streamed(XlaEngine("fast", "float32"), mode, a, a, [(0, 20), (20, 40)])
     assert error_of(found, rounded, rounded, mode) <= LIMIT["float32"]
     assert error_of(found, a, a, mode) <= 2 * 2**-8
 
