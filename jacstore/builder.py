@@ -311,7 +311,7 @@ class _Job:
         if not missing:
             return times
         passes = self.compile(writer.store.unit_size)
-        ahead = self._units_alive(writer, passes)
+        ahead, depth = self._in_memory(writer, passes)
         batches = [
             (start, last, a, min(a + passes.batch_size, last))
             for start, last in missing
@@ -326,7 +326,7 @@ class _Job:
             # Memory of written units is used again: fresh pages cost as much as copying rows into them.
             spare: list[dict[str, np.ndarray]] = []
             began = time.perf_counter()
-            for (start, last, a, b), examples, rows in _rows_in_order(passes, inputs):
+            for (start, last, a, b), examples, rows in _rows_in_order(passes, inputs, depth):
                 if stop():
                     stopped = True
                     break
@@ -354,20 +354,26 @@ class _Job:
             )
         return times
 
-    def _units_alive(self, writer: StoreWriter, passes: DevicePass) -> int:
-        """How many units may be waiting for the disk while the next one is filled."""
+    def _in_memory(self, writer: StoreWriter, passes: DevicePass) -> tuple[int, int]:
+        """How many units may wait for the disk while one is filled, and how many device passes may be begun."""
         store = writer.store
-        unit = store.bytes_decoded // store.n_examples * store.unit_size + store.files.bytes_held
-        # Batches are computed while others are copied.
-        on_host = IN_FLIGHT * passes.bytes_needed if device().platform == "cpu" else 0
-        left = self.memory - on_host
-        if unit > left:
-            raise Refused(
-                f"--memory {self.memory:,}: one unit of {writer.store.unit_size} example(s) takes {format_size(unit)} "
-                f"and the device pass {format_size(on_host)} on the host; give more memory (memory=), a smaller "
-                "--batch-size (batch_size=) or --unit-size (unit_size=)"
+        unit = store.bytes_decoded // store.n_examples * store.unit_size
+        free = self.memory - store.files.bytes_held
+        on_cpu = device().platform == "cpu"
+        needed = max(1, passes.bytes_needed)
+        for units in (2, 1):
+            room = free - units * unit
+            # On an accelerator passes take its memory, not the host's.
+            depth = min(
+                IN_FLIGHT, (room if on_cpu else device_budget(self.options.device_memory, self.memory)) // needed
             )
-        return min(1, left // unit - 1)
+            if room >= 0 and depth >= units:
+                return units - 1, depth
+        raise Refused(
+            f"--memory {self.memory:,}: one unit of {store.unit_size} example(s) takes {format_size(unit)} and a "
+            f"device pass {format_size(passes.bytes_needed)}; give more memory (memory=), a smaller --batch-size "
+            "(batch_size=) or --unit-size (unit_size=)"
+        )
 
     def seconds_per_example(self) -> float:
         """Median of three timed batches, compile time apart."""
@@ -464,13 +470,19 @@ def ntk(
     )
 
 
-def _rows_in_order(passes: DevicePass, inputs: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any, BatchRows]]:
-    """Batch, inputs and rows of each device pass; the next passes are started before one is waited for."""
+def _rows_in_order(
+    passes: DevicePass, inputs: Iterator[tuple[Any, Future[Any]]], depth: int
+) -> Iterator[tuple[Any, Any, BatchRows]]:
+    """Batch, inputs and rows of each device pass; up to `depth` passes are begun before the first is waited for."""
     started: deque[tuple[Any, Any, int, Any]] = deque()
-    for batch, examples in inputs:
+    for batch, reading in inputs:
+        # Slow inputs hold nothing back: what has been begun is landed while they are read.
+        while started and not reading.done():
+            yield _landed(passes, *started.popleft())
+        examples = reading.result()
         for first, values in passes.dispatch(examples):
             started.append((batch, examples, first, values))
-            if len(started) >= IN_FLIGHT:
+            if len(started) >= depth:
                 yield _landed(passes, *started.popleft())
     while started:
         yield _landed(passes, *started.popleft())
@@ -480,15 +492,16 @@ def _landed(passes: DevicePass, batch: Any, examples: Any, first: int, values: A
     return batch, examples, passes.fetch(first, values, batch[3] - batch[2])
 
 
-def _ahead(pool: ThreadPoolExecutor, read: Callable[[Any], Any], batches: list[Any]) -> Iterator[tuple[Any, Any]]:
-    """Pairs of batch and inputs, two reads ahead."""
-    waiting = [(batch, pool.submit(read, batch)) for batch in batches[:READ_AHEAD]]
-    for batch in batches[READ_AHEAD:]:
-        ready, future = waiting.pop(0)
+def _ahead(
+    pool: ThreadPoolExecutor, read: Callable[[Any], Any], batches: list[Any]
+) -> Iterator[tuple[Any, Future[Any]]]:
+    """Pairs of batch and the reading of its inputs, a few begun ahead."""
+    waiting: deque[tuple[Any, Future[Any]]] = deque()
+    for batch in batches:
         waiting.append((batch, pool.submit(read, batch)))
-        yield ready, future.result()
-    for ready, future in waiting:
-        yield ready, future.result()
+        if len(waiting) > READ_AHEAD:
+            yield waiting.popleft()
+    yield from waiting
 
 
 def _restrict(prepared: Prepared, examples: tuple[int, int] | None) -> tuple[Prepared, int]:

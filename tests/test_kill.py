@@ -19,7 +19,7 @@ import jacstore
 
 UNIT_EXAMPLES, UNITS, SLABS = 2, 5, 5
 # One unit is being filled while others are written; their work is lost, and no more than theirs.
-UNITS_ALIVE = 3
+UNITS_ALIVE = 2
 ARRAYS = {"build": ("rows", "outputs", "norms"), "gram": ("kernel",), "parts": ("kernel",)}
 
 
