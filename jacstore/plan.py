@@ -84,9 +84,10 @@ def plan_store(
     file_bytes = max(FILE_BYTES, total // (MAX_FILES // 2))
     pieces = -(-n_columns // columns)
     files = -(-unit_size * example_bytes // file_bytes)
-    if 1 < files < n_columns // columns:
+    rounded = -(-files // IO_THREADS) * IO_THREADS
+    if 1 < files < pieces and rounded * -(-n_examples // unit_size) <= MAX_FILES // 2:
         # A unit's files are written several at a time: a last one alone would leave the disk half idle.
-        files = -(-files // IO_THREADS) * IO_THREADS
+        files = rounded
     per_file = -(-pieces // min(files, pieces))
     plan = StorePlan(
         n_examples=n_examples,

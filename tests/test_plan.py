@@ -83,6 +83,7 @@ def test_a_chosen_unit_takes_an_eighth_of_the_memory_and_a_chosen_piece_no_more(
 
 
 @given(sizes=STORES)
+@example(sizes={"n_examples": 8103, "n_outputs": 1, "n_columns": 8_886_111, "itemsize": 8, "memory": 1})
 @quick
 def test_a_store_has_at_most_twenty_thousand_files_unless_its_units_are_tiny(sizes):
     try:
