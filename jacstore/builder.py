@@ -21,6 +21,7 @@ import numpy as np
 
 from jacstore import hierarchy, machine
 from jacstore.assembly import gram
+from jacstore.blocks import UnitBlock, storage_dtype
 from jacstore.codec import fastest_codec, measured_disk_speed
 from jacstore.devices import device
 from jacstore.errors import Interrupted, Mismatch, Refused
@@ -31,7 +32,7 @@ from jacstore.pieces import CODECS
 from jacstore.plan import StorePlan, plan_store
 from jacstore.problem import Prepared, Problem, prepare
 from jacstore.progress import BatchDone, Listener, Started, silent
-from jacstore.store import DTYPES, JacobianStore, storage_dtype
+from jacstore.store import DTYPES, JacobianStore
 from jacstore.terms import dense_leaves
 from jacstore.unit import Unit, hash_inputs
 from jacstore.writer import StoreWriter, refuse_small_disk
@@ -310,8 +311,16 @@ class _Job:
         times = {"seconds_device": 0.0, "seconds_write": 0.0}
         if not missing:
             return times
-        passes = self.compile(writer.store.unit_size)
+        # Memory of written units is used again, and that of the first ones is touched while the program compiles: fresh
+        # pages cost as much as copying rows into them.
+        spare: list[dict[str, UnitBlock]] = []
+        alive = min(2, len(missing), (self.memory - writer.files.bytes_held) // self._unit_bytes(writer))
+        with ThreadPoolExecutor(1, "jacstore-touch") as pool:
+            for _ in range(alive):
+                pool.submit(lambda: spare.append(writer.new_blocks()))
+            passes = self.compile(writer.store.unit_size)
         ahead, depth = self._in_memory(writer, passes)
+        del spare[ahead + 1 :]
         batches = [
             (start, last, a, min(a + passes.batch_size, last))
             for start, last in missing
@@ -323,8 +332,6 @@ class _Job:
         try:
             inputs = _ahead(inputs_pool, lambda batch: self.prepared.read(batch[2], batch[3]), batches)
             unit: Unit | None = None
-            # Memory of written units is used again: fresh pages cost as much as copying rows into them.
-            spare: list[dict[str, np.ndarray]] = []
             began = time.perf_counter()
             for (start, last, a, b), examples, rows in _rows_in_order(passes, inputs, depth):
                 if stop():
@@ -354,10 +361,13 @@ class _Job:
             )
         return times
 
+    @staticmethod
+    def _unit_bytes(writer: StoreWriter) -> int:
+        return writer.store.bytes_decoded // writer.store.n_examples * writer.store.unit_size
+
     def _in_memory(self, writer: StoreWriter, passes: DevicePass) -> tuple[int, int]:
         """How many units may wait for the disk while one is filled, and how many device passes may be begun."""
-        store = writer.store
-        unit = store.bytes_decoded // store.n_examples * store.unit_size
+        store, unit = writer.store, self._unit_bytes(writer)
         free = self.memory - store.files.bytes_held
         on_cpu = device().platform == "cpu"
         needed = max(1, passes.bytes_needed)

@@ -16,6 +16,7 @@ import dask.array as da
 import numpy as np
 
 from jacstore import hierarchy
+from jacstore.blocks import from_bfloat16
 from jacstore.errors import Damaged, Incomplete, Refused
 from jacstore.files import Files, Folder
 from jacstore.ledger import FOLDER, FORMAT_VERSION, Ledger
@@ -25,24 +26,6 @@ from jacstore.terms import Leaf
 from jacstore.views import resolve
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-
-
-def storage_dtype(dtype: str) -> str:
-    """The type in the file: bfloat16 is stored as uint16, Zarr has no such type."""
-    return "uint16" if dtype == "bfloat16" else dtype
-
-
-def to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """Round float values to bfloat16, nearest even, as uint16."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    # Rounding must not carry a NaN into infinity.
-    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
-
-
-def from_bfloat16(bits: np.ndarray) -> np.ndarray:
-    """The float32 values of bfloat16 stored as uint16."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 class JacobianStore:

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jacstore.blocks import UnitBlock
 from jacstore.errors import JacstoreError
 from jacstore.jacobian import BatchRows
-from jacstore.store import storage_dtype
 from jacstore.writer import StoreWriter
 
 
@@ -19,17 +19,11 @@ class Unit:
     """Rows of one unit on the host, filled batch by batch and slice by slice."""
 
     def __init__(
-        self, writer: StoreWriter, start: int, last: int, outputs_dtype: str, spare: list[dict[str, np.ndarray]]
+        self, writer: StoreWriter, start: int, last: int, outputs_dtype: str, spare: list[dict[str, UnitBlock]]
     ) -> None:
         self.writer, self.start, self._spare = writer, start, spare
         count, k = last - start, writer.store.n_outputs
-        dtype = storage_dtype(writer.dtype)
-        self._whole = (
-            spare.pop()
-            if spare
-            else {leaf.path: np.empty((writer.store.unit_size, k, leaf.size), dtype) for leaf in writer.leaves}
-        )
-        self.rows = {path: rows[:count] for path, rows in self._whole.items()}
+        self.blocks = spare.pop() if spare else writer.new_blocks()
         self.norms = np.empty((count, k, len(writer.leaves)))
         self.outputs = np.empty((count, k), outputs_dtype)
         self._hashes: list[Any] = []
@@ -49,28 +43,25 @@ class Unit:
         """Copy the rows of a batch that begins at example `a`."""
         at = slice(a - self.start, a - self.start + len(rows.outputs))
         outputs = slice(rows.first_output, rows.first_output + rows.norms.shape[1])
-        for target, values in zip(self.rows.values(), rows.rows, strict=True):
-            target[at, outputs] = values
+        for leaf, values in zip(self.writer.leaves, rows.rows, strict=True):
+            self.blocks["rows"].put((at, outputs), values, leaf.offset)
         self.norms[at, outputs] = rows.norms
         self.outputs[at] = rows.outputs
 
     def write(self) -> float:
         """Store the unit; returns the seconds it took."""
         began = time.perf_counter()
-        shaped = {
-            leaf.path: self.rows[leaf.path].reshape(*self.norms.shape[:2], *leaf.shape) for leaf in self.writer.leaves
-        }
         facts = {"inputs": self.inputs_hash()}
         try:
-            self.writer.write_unit(
-                self.start, shaped, outputs=self.outputs, norms=self.norms, facts=facts, norms_of_rows=True
+            self.writer.write_blocks(
+                self.start, self.blocks, outputs=self.outputs, norms=self.norms, facts=facts, proven=True
             )
         except JacstoreError:
             raise
         except Exception as error:
             error.add_note(f"while writing the unit of examples {self.start} to {self.start + len(self.norms) - 1}")
             raise
-        self._spare.append(self._whole)
+        self._spare.append(self.blocks)
         return time.perf_counter() - began
 
 

@@ -6,7 +6,6 @@ the size and checksum of everything, put in place by rename. Only the record mak
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from jacstore import hierarchy, machine
+from jacstore.blocks import UnitBlock, from_bfloat16, storage_dtype
 from jacstore.errors import Mismatch, NonFinite, Refused
 from jacstore.files import Files, Folder, Memory
 from jacstore.ledger import Lock, compare_requested, sweep
@@ -22,7 +22,7 @@ from jacstore.machine import format_size
 from jacstore.pieces import CODECS, ArrayLayout, FileEncoder, FileRecord
 from jacstore.plan import IO_THREADS, StorePlan, plan_store
 from jacstore.progress import Listener, UnitDone, silent
-from jacstore.store import DTYPES, JacobianStore, from_bfloat16, storage_dtype, to_bfloat16
+from jacstore.store import DTYPES, JacobianStore
 from jacstore.terms import Leaf, dense_leaves
 
 ARRAYS = ("rows", "outputs", "norms")
@@ -157,7 +157,6 @@ class StoreWriter:
         outputs: np.ndarray | None = None,
         norms: np.ndarray | None = None,
         facts: Mapping[str, Any] | None = None,
-        norms_of_rows: bool = False,
     ) -> None:
         """Store one unit and mark it as finished.
 
@@ -173,8 +172,6 @@ class StoreWriter:
             Squared row norms `(n, K, L)` before rounding; computed from `rows` in float64 if not given.
         facts
             Further entries of the unit's record.
-        norms_of_rows
-            Whether `norms` were summed over these very rows, so that a finite norm proves a finite row.
 
         Raises
         ------
@@ -183,25 +180,43 @@ class StoreWriter:
         NonFinite
             If a row holds NaN or infinity, naming the examples.
         """
-        store = self.store
-        if not self._entered:
-            raise Refused("units are written under a lock: use `with StoreWriter(...) as writer`")
-        unit, rest = divmod(start, store.unit_size)
-        if rest or unit not in self.units:
-            raise Refused(f"start {start}: no unit of this writer begins there; `missing` lists those to write")
-        if unit in self._done:
-            raise Refused(
-                f"examples {start} to {store.unit_range(unit)[1] - 1} are stored already; `missing` lists the rest"
-            )
-        count = store.unit_range(unit)[1] - start
+        unit = self._unit_to_write(start)
+        count = self.store.unit_range(unit)[1] - start
         arrays = self._check_arrays(rows, count)
-        proven = norms is None or norms_of_rows
-        row_norms = _norms(arrays) if norms is None else _shaped(norms, "norms", (count, store.n_outputs, len(arrays)))
-        nonfinite = self._nonfinite(start, arrays, row_norms, proven)
+        if norms is None:
+            norms, proven = _norms(arrays), True
+        else:
+            norms, proven = _shaped(norms, "norms", (count, self.store.n_outputs, len(arrays))), False
         if outputs is None:
-            outputs = np.full((count, store.n_outputs), np.nan)
-        small = {"outputs": _shaped(outputs, "outputs", (count, store.n_outputs)), "norms": row_norms}
-        files = self._write_files(unit, arrays, small)
+            outputs = np.full((count, self.store.n_outputs), np.nan)
+        else:
+            outputs = _shaped(outputs, "outputs", (count, self.store.n_outputs))
+        blocks = self.new_blocks()
+        for leaf, array in zip(self.leaves, arrays, strict=True):
+            blocks["rows"].put((slice(0, count), slice(None)), array, leaf.offset)
+        self.write_blocks(start, blocks, outputs=outputs, norms=norms, facts=facts or {}, proven=proven)
+
+    def new_blocks(self) -> dict[str, UnitBlock]:
+        """Memory for one unit of every array whose values depend on the example, to be filled and written."""
+        return {"rows": UnitBlock(self.store.layouts["rows"], self.dtype)}
+
+    def write_blocks(
+        self,
+        start: int,
+        blocks: Mapping[str, UnitBlock],
+        *,
+        outputs: np.ndarray,
+        norms: np.ndarray,
+        facts: Mapping[str, Any],
+        proven: bool,
+    ) -> None:
+        """As `write_unit`, from filled blocks; `proven` where a finite norm was summed over these very rows."""
+        store, unit = self.store, self._unit_to_write(start)
+        count = store.unit_range(unit)[1] - start
+        nonfinite = self._nonfinite(start, blocks["rows"], norms, proven)
+        blocks["rows"].clear(count)
+        small = {"outputs": outputs, "norms": norms}
+        files = self._write_files(unit, blocks, small)
         self.files.sync_folders(files)
         size = sum(record.size for record in files.values())
         store.ledger.record(
@@ -211,14 +226,27 @@ class StoreWriter:
                 "start": start,
                 "stop": start + count,
                 "bytes": size,
-                "zero_rows": int(np.sum(row_norms.sum(-1) == 0)),
+                "zero_rows": int(np.sum(norms.sum(-1) == 0)),
                 "nonfinite_examples": nonfinite,
                 "files": {name: record.to_list() for name, record in files.items()},
-                **(facts or {}),
+                **facts,
             },
         )
         self._done.add(unit)
         self.listener(UnitDone(unit=unit, examples=count, bytes_stored=size))
+
+    def _unit_to_write(self, start: int) -> int:
+        """The unit that begins at an example, if it is this writer's to write."""
+        if not self._entered:
+            raise Refused("units are written under a lock: use `with StoreWriter(...) as writer`")
+        unit, rest = divmod(start, self.store.unit_size)
+        if rest or unit not in self.units:
+            raise Refused(f"start {start}: no unit of this writer begins there; `missing` lists those to write")
+        if unit in self._done:
+            raise Refused(
+                f"examples {start} to {self.store.unit_range(unit)[1] - 1} are stored already; `missing` lists the rest"
+            )
+        return unit
 
     def _check_arrays(self, rows: Mapping[str, np.ndarray], count: int) -> list[np.ndarray]:
         unknown = sorted(set(rows) - {leaf.path for leaf in self.leaves})
@@ -244,7 +272,7 @@ class StoreWriter:
             arrays.append(array.reshape(count, self.store.n_outputs, leaf.size))
         return arrays
 
-    def _nonfinite(self, start: int, arrays: list[np.ndarray], norms: np.ndarray, proven: bool) -> list[int]:
+    def _nonfinite(self, start: int, rows: UnitBlock, norms: np.ndarray, proven: bool) -> list[int]:
         """Examples with NaN or infinity in what will be stored."""
         # No entry is larger than the root of a norm; where that is well inside the stored type nothing can overflow.
         with np.errstate(over="ignore", invalid="ignore"):
@@ -252,13 +280,13 @@ class StoreWriter:
         suspects = np.flatnonzero(~safe.all(axis=(1, 2))) if proven else np.arange(len(norms))
         bad = []
         for n in suspects:
-            stored = [self._as_stored(array[n]) for array in arrays]
-            values = [from_bfloat16(s) if self.dtype == "bfloat16" else s for s in stored]
-            if not all(np.isfinite(v).all() for v in values):
+            values = rows.example(int(n))
+            if not np.isfinite(values).all():
                 bad.append(int(start + n))
             elif not np.isfinite(norms[n]).all():
                 # Finite rows whose squares left float32: their norms are taken again in float64.
-                norms[n] = np.stack([np.square(v, dtype=np.float64).sum(-1) for v in values], -1)
+                borders = [leaf.offset for leaf in self.leaves]
+                norms[n] = np.add.reduceat(np.square(values, dtype=np.float64), borders, axis=-1)
         if bad and not self.allow_nonfinite:
             shown = ", ".join(map(str, bad[:10])) + (" and others" if len(bad) > 10 else "")
             raise NonFinite(
@@ -267,29 +295,26 @@ class StoreWriter:
             )
         return bad
 
-    def _as_stored(self, values: np.ndarray) -> np.ndarray:
-        if self.dtype == "bfloat16":
-            return values if values.dtype == np.uint16 else to_bfloat16(values.astype(np.float32))
-        with np.errstate(over="ignore", invalid="ignore"):
-            return values.astype(self.dtype, copy=False)
-
-    def _write_files(self, unit: int, arrays: list[np.ndarray], small: dict[str, np.ndarray]) -> dict[str, FileRecord]:
+    def _write_files(
+        self, unit: int, blocks: Mapping[str, UnitBlock], small: Mapping[str, np.ndarray]
+    ) -> dict[str, FileRecord]:
         """Encode and write all files of a unit, several at a time: flushing waits for the disk, encoding for a core."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(IO_THREADS, "jacstore-write")
         layouts = self.store.layouts
-        files = {
-            layouts["rows"].file_name((unit, 0, at)): _row_pieces(layouts["rows"], (unit, 0, at), self, arrays)
-            for at in range(layouts["rows"].files_along(2))
+        files: dict[tuple[str, int], Iterator[np.ndarray | None]] = {
+            (name, file): block.pieces(file)
+            for name, block in blocks.items()
+            for file in range(layouts[name].files_along(-1))
         }
         for name, values in small.items():
-            at = (unit,) + (0,) * (values.ndim - 1)
-            files[layouts[name].file_name(at)] = iter([_padded(layouts[name], values)])
-        futures = {
-            name: self._pool.submit(_write_file, self.files, name, layouts[name.split("/", 1)[0]], pieces)
-            for name, pieces in files.items()
-        }
-        return {name: future.result() for name, future in futures.items()}
+            files[name, 0] = iter([_padded(layouts[name], values)])
+        futures = {}
+        for (name, file), pieces in files.items():
+            at = (unit, *[0] * (len(layouts[name].shape) - 2), file)
+            path = layouts[name].file_name(at)
+            futures[path] = self._pool.submit(_write_file, self.files, path, layouts[name], pieces)
+        return {path: future.result() for path, future in futures.items()}
 
     def _create(
         self,
@@ -371,30 +396,6 @@ def _shaped(given: np.ndarray, name: str, wanted: tuple[int, ...]) -> np.ndarray
     if array.shape != wanted or array.dtype.kind not in "fiub":
         raise Refused(f"{name}: {array.dtype} of shape {array.shape}, allowed are real numbers of shape {wanted}")
     return array.astype(np.float64) if name == "norms" else array
-
-
-def _row_pieces(
-    layout: ArrayLayout, at: tuple[int, ...], writer: StoreWriter, arrays: list[np.ndarray]
-) -> Iterator[np.ndarray | None]:
-    """Pieces of a rows file, gathered from the leaves side by side; padding at the array's border is NaN."""
-    offsets = [leaf.offset for leaf in writer.leaves]
-    piece = np.empty(layout.piece, layout.dtype)
-    for where in layout.pieces_of(at):
-        first, last = where[2].start, where[2].stop
-        if first >= last:
-            yield None
-            continue
-        count = where[0].stop - where[0].start
-        if (count, last - first) != (layout.piece[0], layout.piece[2]):
-            piece[...] = layout.fill
-        for index in range(bisect.bisect_right(offsets, first) - 1, len(arrays)):
-            offset, size = offsets[index], arrays[index].shape[2]
-            if offset >= last:
-                break
-            a, b = max(first, offset), min(last, offset + size)
-            values = arrays[index][:, :, a - offset : b - offset]
-            piece[:count, :, a - first : b - first] = writer._as_stored(values)
-        yield piece
 
 
 def _padded(layout: ArrayLayout, values: np.ndarray) -> np.ndarray:

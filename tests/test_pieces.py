@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jacstore import hierarchy
+from jacstore.blocks import from_bfloat16, to_bfloat16
 from jacstore.errors import Damaged
 from jacstore.files import Folder
 from jacstore.pieces import CODECS, ArrayLayout, FileEncoder, FileRecord, decode, raw
-from jacstore.store import from_bfloat16, to_bfloat16
 
 DTYPES = ("float32", "float64", "float16", "uint16")
 quick = settings(max_examples=40, deadline=None, database=None, suppress_health_check=list(HealthCheck))

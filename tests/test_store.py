@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 
 import jacstore
 from jacstore import StoreWriter
+from jacstore.blocks import from_bfloat16, to_bfloat16
 from jacstore.errors import Damaged, Incomplete, Mismatch, NonFinite, Refused
 from jacstore.files import Folder, Memory
 from jacstore.pieces import CODECS, FileRecord
 from jacstore.progress import UnitDone
-from jacstore.store import from_bfloat16, open_store, to_bfloat16
+from jacstore.store import open_store
 
 # A fault that has been reported and not been mended; the mark goes with the fault.
 quick = settings(max_examples=20, deadline=None, database=None, suppress_health_check=list(HealthCheck))
