@@ -49,7 +49,8 @@ class UnitBlock:
         self._pieces = np.full((-(-self.columns // self._width), *layout.piece), layout.fill, layout.dtype)
 
     def put(self, at: tuple[Any, ...], values: np.ndarray, first: int = 0) -> None:
-        """Store `values` `(n, ..., w)` at `at` of all axes but the last and at columns `first` to `first + w`."""
+        """Store `values` `(n, ..., w)` at `at` of the first axes and at columns `first` to `first + w` of the last."""
+        at = (*at, *[slice(None)] * (self._pieces.ndim - 2 - len(at)))
         with np.errstate(over="ignore", invalid="ignore"):
             if self.dtype == "bfloat16" and values.dtype != np.uint16:
                 values = to_bfloat16(values.astype(np.float32))

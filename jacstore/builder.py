@@ -32,10 +32,10 @@ from jacstore.pieces import CODECS
 from jacstore.plan import StorePlan, plan_store
 from jacstore.problem import Prepared, Problem, prepare
 from jacstore.progress import BatchDone, Listener, Started, silent
-from jacstore.store import DTYPES, JacobianStore
-from jacstore.terms import dense_leaves
+from jacstore.store import DTYPES, JacobianStore, leaf_table
+from jacstore.trace import cut_before_products
 from jacstore.unit import Unit, hash_inputs
-from jacstore.writer import StoreWriter, refuse_small_disk
+from jacstore.writer import StoreWriter, factor_bytes, refuse_small_disk
 
 LAYOUTS = ("auto", "dense", "factored")
 # How many finished units a rerun checks against the inputs it was given; `verify` checks all.
@@ -130,6 +130,7 @@ def build(
         job.leaves,
         job.prepared.n_examples,
         job.prepared.n_outputs,
+        operands=job.operands,
         dtype=dtype,
         codec=codec,
         unit_size=unit_size,
@@ -218,18 +219,17 @@ class _Job:
     def __init__(self, problem: Problem, out: str | Path | None, options: _Options) -> None:
         self.options, self.memory, self.part = options, options.memory, options.part
         self.out = "memory://" if out is None else str(out)
-        if options.layout == "factored":
-            raise Refused("--layout factored: this version stores rows only; allowed are auto and dense (layout=)")
         device()
         self.prepared, self.shift = _restrict(prepare(problem, float64=options.dtype == "float64"), options.examples)
-        self.leaves = dense_leaves([(leaf.path, leaf.shape, leaf.dtype) for leaf in self.prepared.leaves])
+        self.cut = cut_before_products(self.prepared, options.layout, options.dtype == "float64")
+        self.leaves, self.operands = self.cut.leaves, self.cut.operands
         self.requested = {
             **self.prepared.requested,
             "examples": [self.shift, self.shift + self.prepared.n_examples],
             "layout": options.layout,
             "codec": options.codec,
         }
-        self.n_columns = sum(leaf.size for leaf in self.leaves)
+        self.n_columns = sum(leaf.size for leaf in self.leaves if leaf.dense)
         self.device_pass: DevicePass | None = None
         self.seconds_compile = 0.0
 
@@ -249,6 +249,7 @@ class _Job:
             n_examples=self.prepared.n_examples,
             n_outputs=self.prepared.n_outputs,
             n_columns=self.n_columns,
+            factor_bytes=factor_bytes(self.operands, self.prepared.n_outputs, self.options.dtype),
             itemsize=np.dtype(storage_dtype(self.options.dtype)).itemsize,
             memory=self.memory,
             unit_size=self.options.unit_size,
@@ -261,7 +262,8 @@ class _Job:
             return plan, self.options.codec if self.options.codec != "auto" else "none"
         passes = self.compile(plan.unit_size)
         stop = min(passes.batch_size, plan.unit_size, self.prepared.n_examples)
-        sample = next(self._rows(self.prepared.read(0, stop))).rows
+        batch = next(self._rows(self.prepared.read(0, stop)))
+        sample = [*batch.rows, *(v.reshape(len(v), 1, -1) for v in batch.factors.values() if v.dtype.kind != "i")]
         return plan, fastest_codec(sample, disk_speed or measured_disk_speed(Path(self.out).absolute()))
 
     def choose(self) -> tuple[str, int]:
@@ -276,6 +278,7 @@ class _Job:
             budget = device_budget(self.options.device_memory, self.memory)
             self.device_pass = DevicePass(
                 self.prepared,
+                self.cut,
                 stored_dtype=self.options.dtype,
                 budget=budget,
                 unit_size=unit_size,
@@ -403,7 +406,7 @@ class _Job:
         """The plan as numbers, and whether storing pays against recomputing blocks of rows."""
         plan, codec = self.propose(DISK_SPEED)
         each = self.seconds_per_example()
-        n, row_bytes = plan.n_examples, plan.bytes_rows
+        n, row_bytes = plan.n_examples, plan.bytes_stored
         seconds_device = n * each
         seconds_write = row_bytes / DISK_SPEED
         # Without a store, blocks of rows that fill half the memory are each multiplied with all earlier blocks.
@@ -415,11 +418,12 @@ class _Job:
             "store": self.out,
             "examples": n,
             "outputs": plan.n_outputs,
-            "parameters": plan.n_columns,
+            "parameters": sum(leaf.size for leaf in self.leaves),
+            "terms": leaf_table(self.leaves, self.operands, plan.n_outputs),
             "leaves": len(self.leaves),
             "bytes_to_store": row_bytes,
             "bytes_free": machine.free_disk(self.out) if self.out != "memory://" else self.memory,
-            "bytes_dense": n * plan.n_outputs * plan.n_columns * 4,
+            "bytes_dense": n * plan.n_outputs * sum(leaf.size for leaf in self.leaves) * 4,
             "units_total": plan.n_units,
             "unit_size": plan.unit_size,
             "batch_size": self.device_pass.batch_size if self.device_pass else 0,

@@ -1,12 +1,12 @@
-"""In: a prepared problem. Out: the compiled device pass, which turns a batch of examples into rows, norms and outputs.
+"""In: a prepared problem and its cut. Out: the compiled device pass, which turns a batch of examples into rows,
+factors, norms and outputs.
 
-Rows of one example are `vjp` of its outputs applied to unit cotangents, K of them by `vmap`, in slices when K rows of a
-batch are too large. Examples are a second `vmap`, so nothing couples them.
+One example's backward pass is run for unit cotangents, K of them by `vmap`, in slices when K rows of a batch are too
+large. Examples are a second `vmap`, so nothing couples them, and weights stay unbatched.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,10 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jacstore.contraction import squared_norms
 from jacstore.devices import device
 from jacstore.errors import Refused
 from jacstore.machine import format_size
 from jacstore.problem import Prepared, precision_context
+from jacstore.trace import Cut
 
 # Norms are summed on the device over this many squares in float32 and from there on in float64 on the host.
 NORM_RUN = 64
@@ -35,12 +37,14 @@ BATCH_BYTES_ELSEWHERE = 512_000_000
 class BatchRows:
     """Rows of one batch and one slice of outputs, on the host; `last` marks a batch's last slice.
 
-    `rows` holds for each leaf `(n, k, size)` in the stored type, `norms` `(n, k, L)` in float64, `outputs` `(n, K)`.
+    `rows` holds for each leaf stored as rows `(n, k, size)` in the stored type, `factors` operands `(n, ...)` and
+    `(n, k, ...)`, `norms` `(n, k, L)` in float64, `outputs` `(n, K)`.
     """
 
     first_output: int
     last: bool
     rows: list[np.ndarray]
+    factors: dict[str, np.ndarray]
     norms: np.ndarray
     outputs: np.ndarray
 
@@ -72,6 +76,7 @@ class DevicePass:
     def __init__(
         self,
         prepared: Prepared,
+        cut: Cut,
         *,
         stored_dtype: str,
         budget: int,
@@ -79,7 +84,7 @@ class DevicePass:
         batch_size: int | None = None,
         output_batch: int | None = None,
     ) -> None:
-        self.prepared = prepared
+        self.prepared, self.cut = prepared, cut
         self.stored_dtype = jnp.dtype(stored_dtype)
         self.float64 = stored_dtype == "float64"
         self.output_batch = min(output_batch or self._slice_that_fits(budget), prepared.n_outputs)
@@ -101,8 +106,9 @@ class DevicePass:
     @property
     def _row_bytes(self) -> int:
         """Bytes of one row as computed and as stored, and its gradient's working copy."""
-        size = sum(math.prod(leaf.shape) for leaf in self.prepared.leaves)
-        return size * (8 if self.float64 else 4) * 2
+        rows = sum(leaf.size for leaf in self.cut.leaves if leaf.dense)
+        numbers = rows + sum(operand.numbers(1) for operand in self.cut.operands)
+        return max(1, numbers) * (8 if self.float64 else 4) * 2
 
     def _slice_that_fits(self, budget: int) -> int:
         return max(1, budget // (2 * self._row_bytes))
@@ -125,11 +131,21 @@ class DevicePass:
                 analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + analysis.output_size_in_bytes
             )
 
-    def _batch(self, selected: list[Any], rest: list[Any], examples: Any, first: Any) -> tuple[Any, Any, Any]:
-        outputs, rows = jax.vmap(lambda example: self._example(selected, rest, example, first))(examples)
-        flat = [row.reshape(*row.shape[:2], -1) for row in rows]
-        norms = [_partial_squares(row) for row in flat]
-        return outputs, [self._rounded(row) for row in flat], norms
+    def _batch(self, selected: list[Any], rest: list[Any], examples: Any, first: Any) -> tuple[Any, Any, Any, Any]:
+        n_outputs = self.prepared.n_outputs
+        wanted = first + jnp.arange(self.output_batch)
+        # Cotangents beyond the last output are zero; their rows are dropped on the host.
+        cotangents = (wanted[:, None] == jnp.arange(n_outputs)).astype(self.cut.cotangent_dtype)
+        outputs, factors, rows = jax.vmap(lambda example: self.cut(selected, rest, example, cotangents))(examples)
+        plain, norms = iter(rows), []
+        for leaf in self.cut.leaves:
+            if leaf.dense:
+                norms.append(_partial_squares(next(plain)))
+            else:
+                norms.append(squared_norms(leaf, factors, jnp))
+        roles = {operand.name: operand.role for operand in self.cut.operands}
+        stored = {name: v if roles[name] == "ids" else self._rounded(v) for name, v in factors.items()}
+        return outputs, [self._rounded(row) for row in rows], stored, norms
 
     def _rounded(self, rows: Any) -> Any:
         """Rows in the stored type."""
@@ -139,16 +155,6 @@ class DevicePass:
         bits = lax.bitcast_convert_type(rows, jnp.uint32)
         rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(jnp.uint16)
         return jnp.where(jnp.isnan(rows), jnp.uint16(0x7FC0), rounded)
-
-    def _example(self, selected: list[Any], rest: list[Any], example: Any, first: Any) -> tuple[Any, Any]:
-        """Outputs `(K,)` and rows of outputs `first` to `first + output_batch` of one example."""
-        outputs, pullback = jax.vjp(lambda leaves: self.prepared.function(leaves, rest, example), selected)
-        if self.prepared.n_outputs == 1:
-            return outputs, [row[None] for row in pullback(jnp.ones_like(outputs))[0]]
-        wanted = first + jnp.arange(self.output_batch)
-        # Cotangents beyond the last output are zero; their rows are dropped on the host.
-        cotangents = (wanted[:, None] == jnp.arange(self.prepared.n_outputs)).astype(outputs.dtype)
-        return outputs, jax.vmap(lambda cotangent: pullback(cotangent)[0])(cotangents)
 
     def _padded(self, examples: Any) -> Any:
         """Fill a batch up with copies of its last example."""
@@ -169,19 +175,26 @@ class DevicePass:
 
     def fetch(self, first: int, values: Any, count: int) -> BatchRows:
         """Wait for the values of one dispatch and bring those of the first `count` examples to the host."""
-        outputs, rows, partial = values
+        outputs, rows, stored, partial = values
         kept = min(self.output_batch, self.prepared.n_outputs - first)
-        host = [np.asarray(row)[:count, :kept] for row in rows]
-        if self.stored_dtype == jnp.bfloat16:
-            host = [row.view(np.uint16) for row in host]
+        host = [_as_bits(np.asarray(row)[:count, :kept]) for row in rows]
+        factors = {}
+        for operand in self.cut.operands:
+            held = np.asarray(stored[operand.name])[:count]
+            factors[operand.name] = _as_bits(held[:, :kept] if operand.role == "cotangents" else held)
         norms = [np.asarray(p)[:count, :kept].sum(-1, dtype=np.float64) for p in partial]
         return BatchRows(
             first_output=first,
             last=first + kept == self.prepared.n_outputs,
             rows=host,
+            factors=factors,
             norms=np.stack(norms, -1),
             outputs=np.asarray(outputs)[:count],
         )
+
+
+def _as_bits(values: np.ndarray) -> np.ndarray:
+    return values.view(np.uint16) if values.dtype == jnp.bfloat16 else values
 
 
 def _partial_squares(rows: Any) -> Any:

@@ -33,7 +33,10 @@ IO_THREADS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class StorePlan:
-    """How `(N, K, P)` rows are cut: `unit_size` examples a unit, `piece_columns` a piece, pieces a file."""
+    """How `(N, K, P_dense)` rows are cut: `unit_size` examples a unit, `piece_columns` a piece, pieces a file.
+
+    `factor_bytes` of factors come with each example; `n_columns` is 0 where there are factors alone.
+    """
 
     n_examples: int
     n_outputs: int
@@ -42,6 +45,8 @@ class StorePlan:
     unit_size: int
     piece_columns: int
     pieces_per_file: int
+    factor_bytes: int = 0
+    factor_files: int = 0
 
     @property
     def n_units(self) -> int:
@@ -49,8 +54,9 @@ class StorePlan:
 
     @property
     def n_files(self) -> int:
-        """Files of rows, outputs and norms, and records."""
-        return self.n_units * (-(-self.n_columns // (self.piece_columns * self.pieces_per_file)) + 3)
+        """Files of rows, factors, outputs and norms, and records."""
+        rows = -(-self.n_columns // (self.piece_columns * self.pieces_per_file))
+        return self.n_units * (rows + self.factor_files + 3)
 
     @property
     def bytes_rows(self) -> int:
@@ -58,13 +64,26 @@ class StorePlan:
         return self.n_examples * self.n_outputs * self.n_columns * self.itemsize
 
     @property
+    def bytes_stored(self) -> int:
+        """Bytes of rows and factors, not compressed."""
+        return self.bytes_rows + self.n_examples * self.factor_bytes
+
+    @property
     def unit_bytes(self) -> int:
-        """Bytes of one unit's rows in memory."""
-        return self.unit_size * self.n_outputs * self.n_columns * self.itemsize
+        """Bytes of one unit's rows and factors in memory."""
+        return self.unit_size * (self.n_outputs * self.n_columns * self.itemsize + self.factor_bytes)
 
 
 def plan_store(
-    *, n_examples: int, n_outputs: int, n_columns: int, itemsize: int, memory: int, unit_size: int | None = None
+    *,
+    n_examples: int,
+    n_outputs: int,
+    n_columns: int,
+    itemsize: int,
+    memory: int,
+    unit_size: int | None = None,
+    factor_bytes: int = 0,
+    factor_files: int = 0,
 ) -> StorePlan:
     """Choose unit, piece and file sizes.
 
@@ -73,17 +92,18 @@ def plan_store(
     """
     example_bytes = n_outputs * n_columns * itemsize
     if unit_size is None:
-        largest = max(1, min(memory // 8, UNIT_BYTES) // example_bytes)
+        largest = max(1, min(memory // 8, UNIT_BYTES) // (example_bytes + factor_bytes))
         unit_size = _even(n_examples, min(largest, max(1, -(-n_examples // 8))))
     unit_size = min(unit_size, n_examples)
+    n_columns_or_one = max(1, n_columns)
     by_slab = memory // (8 * n_examples * n_outputs * itemsize)
     by_piece = PIECE_BYTES // (unit_size * n_outputs * itemsize)
-    columns = min(max(min(by_slab, by_piece), PIECE_COLUMNS[0]), PIECE_COLUMNS[1], n_columns)
-    columns = _even(n_columns, columns)
+    columns = min(max(min(by_slab, by_piece), PIECE_COLUMNS[0]), PIECE_COLUMNS[1], n_columns_or_one)
+    columns = _even(n_columns_or_one, columns)
     total = n_examples * example_bytes
     file_bytes = max(FILE_BYTES, total // (MAX_FILES // 2))
-    pieces = -(-n_columns // columns)
-    files = -(-unit_size * example_bytes // file_bytes)
+    pieces = max(1, -(-n_columns // columns))
+    files = max(1, -(-unit_size * example_bytes // file_bytes))
     rounded = -(-files // IO_THREADS) * IO_THREADS
     if 1 < files < pieces and rounded * -(-n_examples // unit_size) <= MAX_FILES // 2:
         # A unit's files are written several at a time: a last one alone would leave the disk half idle.
@@ -97,6 +117,8 @@ def plan_store(
         unit_size=unit_size,
         piece_columns=columns,
         pieces_per_file=per_file,
+        factor_bytes=factor_bytes,
+        factor_files=factor_files,
     )
     if plan.n_files > 4 * MAX_FILES:
         raise Refused(

@@ -9,6 +9,7 @@ import contextlib
 import math
 import os
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,8 +22,8 @@ from jacstore.errors import Damaged, Incomplete, Refused
 from jacstore.files import Files, Folder
 from jacstore.ledger import FOLDER, FORMAT_VERSION, Ledger
 from jacstore.pieces import ArrayLayout, FileRecord, check_file, decode, raw
-from jacstore.plan import IO_THREADS, Side
-from jacstore.terms import Leaf
+from jacstore.plan import FILE_BYTES, IO_THREADS, Side
+from jacstore.terms import Leaf, Operand, expand
 from jacstore.views import resolve
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -55,6 +56,7 @@ class JacobianStore:
             self.n_outputs = int(attributes["K"])
             self.n_parameters = int(attributes["P"])
             self.leaves = tuple(Leaf.from_dict(leaf) for leaf in attributes["leaves"])
+            self.operands = tuple(Operand.from_dict(operand) for operand in attributes.get("operands", []))
             self.requested: dict[str, Any] = attributes["fingerprint"]
             self.resolved: dict[str, Any] = attributes["resolved"]
             self.versions: dict[str, str] = attributes["versions"]
@@ -98,15 +100,24 @@ class JacobianStore:
     @property
     def side(self) -> Side:
         """What a gram plan needs to know of this store."""
-        rows = self.layouts["rows"]
+        rows = self.layouts.get("rows")
         return Side(
-            n_examples=self.n_examples, unit_size=self.unit_size, piece_columns=rows.piece[2], itemsize=rows.itemsize
+            n_examples=self.n_examples,
+            unit_size=self.unit_size,
+            piece_columns=rows.piece[2] if rows else 1,
+            itemsize=rows.itemsize if rows else 4,
         )
 
     @property
+    def n_columns(self) -> int:
+        """Columns stored as rows: P without factored leaves."""
+        return self.layouts["rows"].shape[2] if "rows" in self.layouts else 0
+
+    @property
     def bytes_decoded(self) -> int:
-        """Decoded bytes of all rows."""
-        return self.n_examples * self.n_outputs * self.n_parameters * self.layouts["rows"].itemsize
+        """Decoded bytes of all rows and factors."""
+        names = [name for name in self.layouts if name not in ("outputs", "norms")]
+        return sum(math.prod(self.layouts[name].shape) * self.layouts[name].itemsize for name in names)
 
     @property
     def outputs(self) -> np.ndarray:
@@ -120,10 +131,12 @@ class JacobianStore:
 
     @property
     def array(self) -> da.Array:
-        """All of J as a lazy Dask array `(N * K, P)`; a chunk is a unit by the columns of a file."""
-        rows = self.layouts["rows"]
+        """All of J as a lazy Dask array `(N * K, P)`, whatever its terms; a chunk is at most a unit by 64 MB."""
         unit_rows = self.unit_size * self.n_outputs
-        width = min(rows.piece[2] * rows.per_file[2], self.n_parameters)
+        width = max(1, min(FILE_BYTES // (4 * unit_rows), self.n_parameters))
+        if "rows" in self.layouts and not self.operands:
+            rows = self.layouts["rows"]
+            width = min(rows.piece[2] * rows.per_file[2], self.n_parameters)
         name = f"jacstore-rows-{self.identity()}"
         return da.from_array(_LazyRows(self), chunks=(unit_rows, width), name=name, asarray=False)
 
@@ -168,10 +181,7 @@ class JacobianStore:
             "examples": self.n_examples,
             "outputs": self.n_outputs,
             "parameters": self.n_parameters,
-            "leaves": [
-                {"path": leaf.path, "shape": list(leaf.shape), "terms": [term.kind for term in leaf.terms]}
-                for leaf in self.leaves
-            ],
+            "leaves": leaf_table(self.leaves, self.operands, self.n_outputs),
             "left_out": self.left_out,
             "units_total": self.n_units,
             "units_done": len(done),
@@ -188,18 +198,48 @@ class JacobianStore:
         }
 
     def read_rows(self, start: int, stop: int, first: int, last: int, out: np.ndarray) -> None:
-        """Read columns `first` to `last` of examples `start` to `stop` into `out` `(stop - start, K, last - first)`.
+        """Read columns `first` to `last` of J for examples `start` to `stop` into `out`: `(n, K, columns)`.
 
-        `out` may have another float type than the store; each value is converted once. Every piece is checked against
-        the ledger. Pieces are read by `IO_THREADS` threads.
+        Columns of factored leaves are made from their factors. `out` may have another float type than the store; each
+        value is converted once. Every piece is checked against the ledger.
 
         Raises
         ------
         Damaged
             Naming unit and leaf of the first piece that is missing or differs from its record.
         """
-        layout = self.layouts["rows"]
-        file_columns = layout.piece[2] * layout.per_file[2]
+        for leaf in self.leaves:
+            a, b = max(first, leaf.offset), min(last, leaf.offset + leaf.size)
+            if a >= b:
+                continue
+            target = out[..., a - first : b - first]
+            if leaf.dense:
+                shift = leaf.dense.start - leaf.offset
+                self.read("rows", start, stop, a + shift, b + shift, target)
+                continue
+            # One unit at a time keeps the leaf's whole rows small.
+            for m in range(start, stop, self.unit_size):
+                n = min(m + self.unit_size, stop)
+                factors = {name: self.read_operand(name, m, n) for name in leaf.operands}
+                rows = expand(leaf.terms, factors, leaf.size)
+                target[m - start : n - start] = rows[..., a - leaf.offset : b - leaf.offset]
+
+    def read_operand(self, name: str, start: int, stop: int, dtype: Any = None) -> np.ndarray:
+        """An operand of examples `start` to `stop`, `(n, ...)` or `(n, K, ...)`; bfloat16 as float32."""
+        layout = self.layouts[operand_array(name)]
+        stored = np.dtype("float32" if layout.dtype == "uint16" else layout.dtype)
+        dtype = stored if dtype is None or stored.kind == "i" else dtype
+        out = np.empty((stop - start, *layout.shape[1:]), dtype)
+        self.read(operand_array(name), start, stop, 0, layout.shape[-1], out)
+        return out
+
+    def read(self, array: str, start: int, stop: int, first: int, last: int, out: np.ndarray) -> None:
+        """Read columns `first` to `last` of a stored array's last axis for a range of examples, all else whole.
+
+        Pieces are read by `IO_THREADS` threads, each checked against the ledger.
+        """
+        layout = self.layouts[array]
+        file_columns = layout.piece[-1] * layout.per_file[-1]
         tasks = [
             (unit, file)
             for unit in range(start // self.unit_size, -(-stop // self.unit_size))
@@ -208,34 +248,38 @@ class JacobianStore:
         if self._readers is None:
             self._readers = ThreadPoolExecutor(IO_THREADS, "jacstore-read")
         region = (start, stop, first, last)
-        for _ in self._readers.map(lambda task: self._read_file(task[0], task[1], region, out), tasks):
+        for _ in self._readers.map(lambda task: self._read_file(layout, task[0], task[1], region, out), tasks):
             pass
 
-    def _read_file(self, unit: int, file: int, region: tuple[int, int, int, int], out: np.ndarray) -> None:
+    def _read_file(
+        self, layout: ArrayLayout, unit: int, file: int, region: tuple[int, int, int, int], out: np.ndarray
+    ) -> None:
         """Read what one file holds of a region."""
         start, stop, first, last = region
-        layout = self.layouts["rows"]
-        name = layout.file_name((unit, 0, file))
+        at = (unit, *[0] * (len(layout.shape) - 2), file)
+        name = layout.file_name(at)
         listed = FileRecord.from_list(self._file_facts(unit, name))
         unit_start = unit * self.unit_size
         a, b = max(start, unit_start), min(stop, unit_start + self.unit_size)
-        width = layout.piece[2]
+        width = layout.piece[-1]
         piece = self._buffer("piece", layout.piece, layout.dtype)
-        for index, where in enumerate(layout.pieces_of((unit, 0, file))):
-            c, d = max(first, where[2].start), min(last, where[2].stop)
+        for index, where in enumerate(layout.pieces_of(at)):
+            left = where[-1].start
+            c, d = max(first, left), min(last, where[-1].stop)
             if c >= d:
                 continue
             try:
                 self._read_piece(name, listed.pieces[index], layout, piece)
             except (Damaged, IndexError) as error:
                 self._suspect(unit)
-                raise self._damaged(unit, where[2], str(error)) from error
-            left = where[2].start
-            values = piece[a - unit_start : b - unit_start, :, c - left : d - left]
-            target = out[a - start : b - start, :, c - first : d - first]
-            target[...] = from_bfloat16(values) if self.dtype == "bfloat16" and out.dtype != np.uint16 else values
+                raise self._damaged(unit, layout.name, where[-1], str(error)) from error
+            values = piece[a - unit_start : b - unit_start, ..., c - left : d - left]
+            target = out[a - start : b - start, ..., c - first : d - first]
+            bits = self.dtype == "bfloat16" and layout.dtype == "uint16" and out.dtype != np.uint16
+            target[...] = from_bfloat16(values) if bits else values
             examples = min(self.unit_size, self.n_examples - unit_start)
-            count = examples * self.n_outputs * min(width, self.n_parameters - left) * layout.itemsize
+            columns = min(width, layout.shape[-1] - left)
+            count = examples * math.prod(layout.shape[1:-1]) * columns * layout.itemsize
             with self._lock:
                 self.decoded_bytes_read += count
 
@@ -262,9 +306,13 @@ class JacobianStore:
         except KeyError:
             raise Damaged(f"the record of unit {unit} does not list {name}") from None
 
-    def _damaged(self, unit: int, columns: slice, what: str) -> Damaged:
+    def _damaged(self, unit: int, array: str, columns: slice, what: str) -> Damaged:
         start, stop = self.unit_range(unit)
-        leaves = [f.path for f in self.leaves if f.offset < columns.stop and columns.start < f.offset + f.size]
+        if array == "rows":
+            places = [(f.path, f.dense) for f in self.leaves if f.dense]
+            leaves = [p for p, d in places if d and d.start < columns.stop and columns.start < d.start + d.size]
+        else:
+            leaves = [f.path for f in self.leaves if operand_name(array) in f.operands] or [f.path for f in self.leaves]
         named = leaves[0] if len(leaves) == 1 else f"{leaves[0]} to {leaves[-1]}"
         return Damaged(
             f"{self.path}: unit {unit} (examples {start} to {stop - 1}), leaf {named}: {what}; "
@@ -290,7 +338,7 @@ class JacobianStore:
                     return f"{name} is missing"
                 whole = raw(np.empty(size, np.uint8))
                 self.files.read_into(name, [(0, whole)])
-                check_file(whole, FileRecord.from_list(facts), self.layouts[name.split("/", 1)[0]], name)
+                check_file(whole, FileRecord.from_list(facts), self.layouts[name.rsplit("/c/", 1)[0]], name)
         except (Damaged, KeyError, TypeError, ValueError) as error:
             return str(error)
         return None
@@ -315,7 +363,7 @@ class JacobianStore:
                 self._read_piece(name, record, layout, piece)
             except Damaged as error:
                 self._suspect(unit)
-                raise self._damaged(unit, slice(0, self.n_parameters), str(error)) from error
+                raise self._damaged(unit, array, slice(0, self.n_parameters), str(error)) from error
             where = next(layout.pieces_of(at))
             out[where] = piece[tuple(slice(0, s.stop - s.start) for s in where)]
         return out
@@ -342,6 +390,38 @@ class _LazyRows:
         self.store.read_rows(start, stop, c, d, block)
         picked: np.ndarray = block.reshape(-1, d - c)[a - start * k : b - start * k][within]
         return picked
+
+
+def operand_array(name: str) -> str:
+    """The stored array of an operand."""
+    return f"factors/{name}"
+
+
+def operand_name(array: str) -> str:
+    """The operand that a stored array holds."""
+    return array.removeprefix("factors/")
+
+
+def leaf_table(leaves: Sequence[Leaf], operands: Sequence[Operand], n_outputs: int) -> list[dict[str, Any]]:
+    """For each leaf its path, shape, terms, why these, and numbers stored per example against those of its rows.
+
+    A factor that several leaves share is counted with the first of them.
+    """
+    sizes = {operand.name: operand.numbers(n_outputs) for operand in operands}
+    table = []
+    for leaf in leaves:
+        dense = leaf.size * n_outputs
+        table.append(
+            {
+                "path": leaf.path,
+                "shape": list(leaf.shape),
+                "terms": [term.kind for term in leaf.terms],
+                "why": leaf.why,
+                "numbers": dense if leaf.dense else sum(sizes.pop(name, 0) for name in leaf.operands),
+                "numbers_dense": dense,
+            }
+        )
+    return table
 
 
 def open_store(path: str) -> JacobianStore:

@@ -12,6 +12,7 @@ import numpy as np
 from jacstore.blocks import UnitBlock
 from jacstore.errors import JacstoreError
 from jacstore.jacobian import BatchRows
+from jacstore.store import operand_array
 from jacstore.writer import StoreWriter
 
 
@@ -43,8 +44,12 @@ class Unit:
         """Copy the rows of a batch that begins at example `a`."""
         at = slice(a - self.start, a - self.start + len(rows.outputs))
         outputs = slice(rows.first_output, rows.first_output + rows.norms.shape[1])
-        for leaf, values in zip(self.writer.leaves, rows.rows, strict=True):
-            self.blocks["rows"].put((at, outputs), values, leaf.offset)
+        dense = [leaf.dense for leaf in self.writer.leaves if leaf.dense]
+        for place, values in zip(dense, rows.rows, strict=True):
+            self.blocks["rows"].put((at, outputs), values, place.start)
+        for operand in self.writer.operands:
+            where = (at, outputs) if operand.role == "cotangents" else (at,)
+            self.blocks[operand_array(operand.name)].put(where, rows.factors[operand.name])
         self.norms[at, outputs] = rows.norms
         self.outputs[at] = rows.outputs
 

@@ -6,6 +6,7 @@ the size and checksum of everything, put in place by rename. Only the record mak
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,10 +21,10 @@ from jacstore.files import Files, Folder, Memory
 from jacstore.ledger import Lock, compare_requested, sweep
 from jacstore.machine import format_size
 from jacstore.pieces import CODECS, ArrayLayout, FileEncoder, FileRecord
-from jacstore.plan import IO_THREADS, StorePlan, plan_store
+from jacstore.plan import FILE_BYTES, IO_THREADS, PIECE_BYTES, StorePlan, plan_store
 from jacstore.progress import Listener, UnitDone, silent
-from jacstore.store import DTYPES, JacobianStore
-from jacstore.terms import Leaf, dense_leaves
+from jacstore.store import DTYPES, JacobianStore, operand_array, operand_name
+from jacstore.terms import Leaf, Operand, dense_leaves, expand
 
 ARRAYS = ("rows", "outputs", "norms")
 LARGEST = {"float16": 65504.0, "bfloat16": 3.38e38, "float32": 3.4e38, "float64": 1.79e308}
@@ -39,9 +40,12 @@ class StoreWriter:
     path
         Folder of the store; None or "memory://" for RAM.
     leaves
-        `(path, shape)` pairs or a mapping, in column order; or `Leaf` objects.
+        `(path, shape)` pairs or a mapping, in column order; or `jacstore.terms.Leaf` objects, whose terms may name
+        factors.
     n_examples, n_outputs
         N and K.
+    operands
+        The factors that leaves name: `jacstore.terms.Operand` objects.
     dtype, codec, unit_size, memory
         As for `jacstore.build`. `codec` is none, lz4 or zstd.
     requested
@@ -55,6 +59,7 @@ class StoreWriter:
         n_examples: int,
         n_outputs: int,
         *,
+        operands: Sequence[Operand] = (),
         dtype: str = "float32",
         codec: str = "none",
         unit_size: int | None = None,
@@ -69,15 +74,18 @@ class StoreWriter:
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self._stop, self._entered = stop, False
-        self.leaves = _as_leaves(leaves)
+        self.leaves, self.operands = _as_leaves(leaves), tuple(operands)
+        unknown = {name for leaf in self.leaves for name in leaf.operands} - {o.name for o in self.operands}
+        if unknown:
+            raise Refused(f"leaves name the operand {min(unknown)!r}, which operands= does not describe")
         budget = machine.default_memory(memory)
         if dtype not in DTYPES:
             raise Refused(f"--dtype {dtype}: allowed are {', '.join(DTYPES)} (dtype=)")
         if codec not in CODECS:
             raise Refused(f"--codec {codec}: allowed are {', '.join(CODECS)} (codec=)")
-        n_columns = sum(leaf.size for leaf in self.leaves)
-        if n_examples < 1 or n_outputs < 1 or n_columns < 1:
-            raise Refused(f"{n_examples} examples x {n_outputs} outputs x {n_columns} parameters: none may be 0")
+        n_parameters = sum(leaf.size for leaf in self.leaves)
+        if n_examples < 1 or n_outputs < 1 or n_parameters < 1:
+            raise Refused(f"{n_examples} examples x {n_outputs} outputs x {n_parameters} parameters: none may be 0")
         unit_size = hierarchy.parse_count(unit_size, "--unit-size")
         self.where = "memory://" if path is None else str(path)
         self.files = hierarchy.place(path, budget)
@@ -94,7 +102,9 @@ class StoreWriter:
                 plan = plan_store(
                     n_examples=n_examples,
                     n_outputs=n_outputs,
-                    n_columns=n_columns,
+                    n_columns=sum(leaf.size for leaf in self.leaves if leaf.dense),
+                    factor_bytes=factor_bytes(self.operands, n_outputs, dtype),
+                    factor_files=len(self.operands),
                     itemsize=np.dtype(storage_dtype(dtype)).itemsize,
                     memory=budget,
                     unit_size=unit_size,
@@ -106,6 +116,12 @@ class StoreWriter:
                 self._create(plan, codec, outputs_dtype, wanted, left_out)
             self.store = JacobianStore(self.files, self.where)
             compare_requested(self.where, self.store.requested, wanted)
+            if [leaf.terms for leaf in self.store.leaves] != [leaf.terms for leaf in self.leaves]:
+                raise Mismatch(
+                    f"{self.where}: its leaves are stored by other terms than this JAX finds "
+                    f"({self.store.versions.get('jax')}); use the first version, or start anew with --overwrite "
+                    "(overwrite=True)"
+                )
         if unit_size is not None and min(unit_size, n_examples) != self.store.unit_size:
             raise Mismatch(
                 f"{self.where}: unit_size: {self.store.unit_size} -> {min(unit_size, n_examples)}; repeat the first "
@@ -152,7 +168,7 @@ class StoreWriter:
     def write_unit(
         self,
         start: int,
-        rows: Mapping[str, np.ndarray],
+        rows: Mapping[str, Any],
         *,
         outputs: np.ndarray | None = None,
         norms: np.ndarray | None = None,
@@ -165,7 +181,9 @@ class StoreWriter:
         start
             First example of the unit; see `missing`.
         rows
-            For each leaf path an array `(n, K, *shape)`, n examples; bfloat16 may come as uint16.
+            For each leaf stored as rows an array `(n, K, *shape)`, n examples; bfloat16 may come as uint16. For a
+            factored leaf a mapping from operand names to arrays `(n, ...)`, cotangents `(n, K, ...)`; an operand that
+            several leaves share is given with one of them.
         outputs
             `(n, K)`; NaN if not given.
         norms
@@ -182,23 +200,31 @@ class StoreWriter:
         """
         unit = self._unit_to_write(start)
         count = self.store.unit_range(unit)[1] - start
-        arrays = self._check_arrays(rows, count)
+        arrays, factors = self._check_arrays(rows, count)
         if norms is None:
-            norms, proven = _norms(arrays), True
+            norms, proven = self._norms(arrays, factors), True
         else:
-            norms, proven = _shaped(norms, "norms", (count, self.store.n_outputs, len(arrays))), False
+            norms, proven = _shaped(norms, "norms", (count, self.store.n_outputs, len(self.leaves))), False
         if outputs is None:
             outputs = np.full((count, self.store.n_outputs), np.nan)
         else:
             outputs = _shaped(outputs, "outputs", (count, self.store.n_outputs))
         blocks = self.new_blocks()
-        for leaf, array in zip(self.leaves, arrays, strict=True):
-            blocks["rows"].put((slice(0, count), slice(None)), array, leaf.offset)
+        for leaf in self.leaves:
+            if leaf.dense:
+                blocks["rows"].put((slice(0, count),), arrays[leaf.path], leaf.dense.start)
+        for name, values in factors.items():
+            blocks[operand_array(name)].put((slice(0, count),), values)
         self.write_blocks(start, blocks, outputs=outputs, norms=norms, facts=facts or {}, proven=proven)
 
     def new_blocks(self) -> dict[str, UnitBlock]:
         """Memory for one unit of every array whose values depend on the example, to be filled and written."""
-        return {"rows": UnitBlock(self.store.layouts["rows"], self.dtype)}
+        layouts = self.store.layouts
+        blocks = {"rows": UnitBlock(layouts["rows"], self.dtype)} if "rows" in layouts else {}
+        for operand in self.operands:
+            dtype = "int32" if operand.role == "ids" else self.dtype
+            blocks[operand_array(operand.name)] = UnitBlock(layouts[operand_array(operand.name)], dtype)
+        return blocks
 
     def write_blocks(
         self,
@@ -213,8 +239,9 @@ class StoreWriter:
         """As `write_unit`, from filled blocks; `proven` where a finite norm was summed over these very rows."""
         store, unit = self.store, self._unit_to_write(start)
         count = store.unit_range(unit)[1] - start
-        nonfinite = self._nonfinite(start, blocks["rows"], norms, proven)
-        blocks["rows"].clear(count)
+        nonfinite = self._nonfinite(start, blocks, norms, proven)
+        for block in blocks.values():
+            block.clear(count)
         small = {"outputs": outputs, "norms": norms}
         files = self._write_files(unit, blocks, small)
         self.files.sync_folders(files)
@@ -248,45 +275,95 @@ class StoreWriter:
             )
         return unit
 
-    def _check_arrays(self, rows: Mapping[str, np.ndarray], count: int) -> list[np.ndarray]:
+    def _check_arrays(self, rows: Mapping[str, Any], count: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """Rows of leaves `(n, K, size)` and operands, each of the right shape and kind."""
         unknown = sorted(set(rows) - {leaf.path for leaf in self.leaves})
         if unknown:
             raise Refused(
                 f"leaf {unknown[0]!r}: not a leaf of this store; leaves are {[f.path for f in self.leaves][:5]}"
             )
-        arrays = []
+        k, arrays, factors = self.store.n_outputs, {}, {}
+        shapes = {o.name: (count, *([k] if o.role == "cotangents" else []), *o.shape) for o in self.operands}
+        roles = {o.name: o.role for o in self.operands}
         for leaf in self.leaves:
-            if leaf.path not in rows:
-                raise Refused(f"leaf {leaf.path!r}: no rows given; every leaf needs an array (n, K, *shape)")
-            array = np.asarray(rows[leaf.path])
-            wanted = (count, self.store.n_outputs, *leaf.shape)
-            if array.shape != wanted:
-                raise Refused(f"leaf {leaf.path!r}: rows of shape {array.shape}, allowed is {wanted}")
-            bits = array.dtype == np.uint16
-            if bits != (bits and self.dtype == "bfloat16") or not (array.dtype.kind in "fiub" or _is_bfloat16(array)):
-                raise Refused(
-                    f"leaf {leaf.path!r}: rows of type {array.dtype}, allowed are real numbers ({self.dtype})"
-                )
-            if _is_bfloat16(array):
-                array = array.view(np.uint16) if self.dtype == "bfloat16" else array.astype(np.float32)
-            arrays.append(array.reshape(count, self.store.n_outputs, leaf.size))
-        return arrays
+            given = rows.get(leaf.path, None if leaf.dense else {})
+            if leaf.dense:
+                if given is None or isinstance(given, Mapping):
+                    raise Refused(f"leaf {leaf.path!r}: no rows given; it needs an array (n, K, *shape)")
+                array = self._checked(f"leaf {leaf.path!r}: rows", given, (count, k, *leaf.shape))
+                arrays[leaf.path] = array.reshape(count, k, leaf.size)
+                continue
+            if not isinstance(given, Mapping):
+                raise Refused(f"leaf {leaf.path!r} is stored by factors: give a mapping with {list(leaf.operands)}")
+            for name, values in given.items():
+                if name not in leaf.operands:
+                    raise Refused(f"leaf {leaf.path!r}: {name!r} is not one of its operands {list(leaf.operands)}")
+                what = f"leaf {leaf.path!r}: operand {name!r}"
+                factors[name] = self._checked(what, values, shapes[name], integers=roles[name] == "ids")
+        missing = [o.name for o in self.operands if o.name not in factors]
+        if missing:
+            raise Refused(f"operand {missing[0]!r} is not given; every operand is needed, with one of its leaves")
+        return arrays, factors
 
-    def _nonfinite(self, start: int, rows: UnitBlock, norms: np.ndarray, proven: bool) -> list[int]:
+    def _checked(self, what: str, given: Any, wanted: tuple[int, ...], integers: bool = False) -> np.ndarray:
+        array = np.asarray(given)
+        if array.shape != wanted:
+            raise Refused(f"{what} of shape {array.shape}, allowed is {wanted}")
+        if integers:
+            if array.dtype.kind not in "iu":
+                raise Refused(f"{what} of type {array.dtype}, allowed are integers")
+            return array.astype(np.int32)
+        bits = array.dtype == np.uint16
+        if bits != (bits and self.dtype == "bfloat16") or not (array.dtype.kind in "fiub" or _is_bfloat16(array)):
+            raise Refused(f"{what} of type {array.dtype}, allowed are real numbers ({self.dtype})")
+        if _is_bfloat16(array):
+            array = array.view(np.uint16) if self.dtype == "bfloat16" else array.astype(np.float32)
+        return array
+
+    def _norms(self, arrays: Mapping[str, np.ndarray], factors: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Squared row norms `(n, K, L)` in float64, an example at a time to keep the copy small."""
+        wide = {name: from_bfloat16(v) if v.dtype == np.uint16 else v for name, v in factors.items()}
+        count = len(next(iter([*arrays.values(), *factors.values()])))
+        norms = np.empty((count, self.store.n_outputs, len(self.leaves)))
+        for n in range(count):
+            one = {
+                name: v[n : n + 1].astype(np.int32 if v.dtype.kind == "i" else np.float64) for name, v in wide.items()
+            }
+            for index, leaf in enumerate(self.leaves):
+                if leaf.dense:
+                    row = arrays[leaf.path][n]
+                    row = from_bfloat16(row) if row.dtype == np.uint16 else row
+                else:
+                    row = expand(leaf.terms, one, leaf.size)[0]
+                norms[n, :, index] = np.square(row, dtype=np.float64).sum(-1)
+        return norms
+
+    def _nonfinite(self, start: int, blocks: Mapping[str, UnitBlock], norms: np.ndarray, proven: bool) -> list[int]:
         """Examples with NaN or infinity in what will be stored."""
         # No entry is larger than the root of a norm; where that is well inside the stored type nothing can overflow.
+        # A factor can, in a type as narrow as float16.
+        proven = proven and not (self.operands and self.dtype == "float16")
         with np.errstate(over="ignore", invalid="ignore"):
             safe = np.sqrt(norms) < 0.99 * LARGEST[self.dtype]
         suspects = np.flatnonzero(~safe.all(axis=(1, 2))) if proven else np.arange(len(norms))
         bad = []
         for n in suspects:
-            values = rows.example(int(n))
-            if not np.isfinite(values).all():
+            values = {name: block.example(int(n)) for name, block in blocks.items()}
+            if not all(np.isfinite(v).all() for v in values.values()):
                 bad.append(int(start + n))
             elif not np.isfinite(norms[n]).all():
                 # Finite rows whose squares left float32: their norms are taken again in float64.
-                borders = [leaf.offset for leaf in self.leaves]
-                norms[n] = np.add.reduceat(np.square(values, dtype=np.float64), borders, axis=-1)
+                wide = {
+                    operand_name(name): v[None].astype(v.dtype if v.dtype.kind == "i" else np.float64)
+                    for name, v in values.items()
+                }
+                for index, leaf in enumerate(self.leaves):
+                    row = (
+                        expand(leaf.terms, wide, leaf.size)[0]
+                        if not leaf.dense
+                        else (values["rows"][:, leaf.dense.start : leaf.dense.start + leaf.size])
+                    )
+                    norms[n, :, index] = np.square(row, dtype=np.float64).sum(-1)
         if bad and not self.allow_nonfinite:
             shown = ", ".join(map(str, bad[:10])) + (" and others" if len(bad) > 10 else "")
             raise NonFinite(
@@ -352,12 +429,14 @@ class StoreWriter:
             codec="none",
             dimensions=("example", "output", "leaf"),
         )
-        layouts = [rows, outputs, norms]
+        factors = [_operand_layout(operand, n, k, unit, self.dtype, codec) for operand in self.operands]
+        layouts = [*([rows] if plan.n_columns else []), *factors, outputs, norms]
         attributes = {
             "kind": "store",
             "N": n,
             "K": k,
-            "P": plan.n_columns,
+            "P": sum(leaf.size for leaf in self.leaves),
+            "operands": [operand.to_dict() for operand in self.operands],
             "leaves": [leaf.to_dict() for leaf in self.leaves],
             "left_out": [list(entry) for entry in left_out],
             "fingerprint": dict(wanted),
@@ -369,7 +448,7 @@ class StoreWriter:
             },
             "versions": hierarchy.versions(),
         }
-        hierarchy.create(self.files, layouts, attributes)
+        hierarchy.create(self.files, layouts, attributes, groups=["factors"] if factors else [])
 
 
 def refuse_small_disk(where: str, plan: StorePlan) -> None:
@@ -378,9 +457,9 @@ def refuse_small_disk(where: str, plan: StorePlan) -> None:
         return
     free = machine.free_disk(where)
     # Compression seldom halves float rows, and less can be promised of none.
-    if plan.bytes_rows > free:
+    if plan.bytes_stored > free:
         raise Refused(
-            f"{where}: rows take {format_size(plan.bytes_rows)}, its disk has {format_size(free)} free; "
+            f"{where}: rows take {format_size(plan.bytes_stored)}, its disk has {format_size(free)} free; "
             "choose another disk (--out, out=), --dtype bfloat16 (dtype=) or fewer examples (--examples A:B, examples=)"
         )
 
@@ -416,14 +495,37 @@ def _write_file(files: Files, name: str, layout: ArrayLayout, pieces: Iterable[n
     return encoder.record()
 
 
-def _norms(arrays: list[np.ndarray]) -> np.ndarray:
-    """Squared row norms `(n, K, L)` in float64, a row at a time to keep the copy small."""
-    norms = np.empty((*arrays[0].shape[:2], len(arrays)))
-    for index, array in enumerate(arrays):
-        for n, k in np.ndindex(*array.shape[:2]):
-            row = from_bfloat16(array[n, k]) if array.dtype == np.uint16 else array[n, k]
-            norms[n, k, index] = np.square(row, dtype=np.float64).sum()
-    return norms
+def factor_bytes(operands: Sequence[Operand], n_outputs: int, dtype: str) -> int:
+    """Bytes of factors that come with each example."""
+    itemsize = np.dtype(storage_dtype(dtype)).itemsize
+    return sum(o.numbers(n_outputs) * (4 if o.role == "ids" else itemsize) for o in operands)
+
+
+def _operand_layout(operand: Operand, n: int, k: int, unit: int, dtype: str, codec: str) -> ArrayLayout:
+    """The array of an operand, cut by unit and by channel."""
+    lead = (k,) if operand.role == "cotangents" else ()
+    stored = "int32" if operand.role == "ids" else storage_dtype(dtype)
+    *middle, columns = operand.shape
+    column_bytes = unit * math.prod([*lead, *middle]) * np.dtype(stored).itemsize
+    width = min(columns, max(1, PIECE_BYTES // column_bytes))
+    width = -(-columns // -(-columns // width))
+    per_file = min(-(-columns // width), max(1, FILE_BYTES // (column_bytes * width)))
+    names = {
+        "inputs": ("group", "position", "channel"),
+        "ids": ("position",),
+        "cotangents": ("output", "group", "position", "channel"),
+    }[operand.role]
+    if operand.role == "inputs" and len(operand.shape) != 3:
+        names = ("image", *(f"space{axis}" for axis in range(len(operand.shape) - 2)), "channel")
+    return ArrayLayout(
+        name=operand_array(operand.name),
+        shape=(n, *lead, *operand.shape),
+        piece=(unit, *lead, *middle, width),
+        per_file=(*[1] * (len(lead) + len(operand.shape)), per_file),
+        dtype=stored,
+        codec=codec,
+        dimensions=("example", *names),
+    )
 
 
 def _as_leaves(given: Sequence[Any] | Mapping[str, tuple[int, ...]]) -> tuple[Leaf, ...]:
