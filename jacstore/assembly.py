@@ -29,7 +29,8 @@ from jacstore.ledger import Lock, compare_requested, sweep
 from jacstore.machine import format_size, parse_size
 from jacstore.plan import GramPlan, block_shape, plan_gram
 from jacstore.progress import Listener, Started, silent
-from jacstore.store import JacobianStore, open_store
+from jacstore.steps import plan_steps
+from jacstore.store import JacobianStore, open_store, operand_array
 
 KNOWN = (WHOLE, LEAVES, "partials", "checkpoints")
 # Locks on the final sums of groups, numbered apart from items.
@@ -234,17 +235,36 @@ class _Job:
         engine = make_engine(self.engine_name, self.precision, common_dtype(self.rows, self.cols), self.device_memory)
         memory = self.memory - self._memory_held()
         parts = self.part[1]
+        # Leaves that the two stores hold by different terms can only be compared as rows.
+        alike = self.cols is None or (self.cols.leaves, self.cols.operands) == (self.rows.leaves, self.rows.operands)
+        stores = [s for s in (self.rows, self.cols) if s is not None]
+        steps = (
+            plan_steps(
+                self.rows.leaves,
+                self.rows.operands,
+                self.rows.n_outputs,
+                max(s.n_examples for s in stores),
+                self.mode,
+            )
+            if alike
+            else ()
+        )
+        starts = [leaf.dense.start if leaf.dense else 0 for leaf in self.rows.leaves]
+        if not alike:
+            starts = [leaf.offset for leaf in self.rows.leaves]
         return plan_gram(
             mode=self.mode,
             rows=self.rows.side,
             cols=None if self.cols is None else self.cols.side,
             n_outputs=self.rows.n_outputs,
-            n_columns=self.rows.n_parameters,
+            n_columns=self.rows.n_columns if alike else self.rows.n_parameters,
             product_itemsize=engine.slab_dtype.itemsize,
             memory=max(1, memory) * parts,
             workers=self.share * parts,
             tile=self.tile,
-            leaf_borders=[leaf.offset for leaf in self.rows.leaves] if self.by_leaf else None,
+            leaf_borders=starts if self.by_leaf else None,
+            steps=steps,
+            factor_bytes=(self.rows.factor_bytes, (self.cols or self.rows).factor_bytes),
             engine_copies=(engine.slab_copies, engine.tile_copies),
         )
 
@@ -430,12 +450,15 @@ class _Job:
         """flop/s of one tile's product and bytes/s of one read, each timed twice and the second taken."""
         engine = make_engine(self.engine_name, self.precision, common_dtype(self.rows, self.cols), self.device_memory)
         examples = min(plan.tile, plan.rows.n_examples, max(1, 2048 // plan.n_outputs))
-        width = min(plan.slab_columns, plan.n_columns)
-        slab = np.empty((examples, plan.n_outputs, width), engine.slab_dtype)
+        width = min(plan.slab_columns, plan.n_columns) or 1024
+        array = "rows" if plan.n_columns else operand_array(self.rows.operands[0].name)
+        columns = min(width, self.rows.layouts[array].shape[-1])
+        stored = np.empty((examples, *self.rows.layouts[array].shape[1:-1], columns), np.float32)
         for _ in range(2):
             started = time.perf_counter()
-            self.rows.read_rows(0, examples, 0, width, slab)
-            read = slab.nbytes / (time.perf_counter() - started)
+            self.rows.read(array, 0, examples, 0, columns, stored)
+            read = stored.nbytes / (time.perf_counter() - started)
+        slab = np.ones((examples, plan.n_outputs, width), engine.slab_dtype)
         operand = engine.load(slab)
         shape = block_shape(plan.mode, examples, examples, plan.n_outputs)
         total = engine.zeros(shape)

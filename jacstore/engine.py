@@ -1,13 +1,20 @@
-"""In: slabs of rows. Out: their products, added to the accumulators of kernel tiles. This engine is BLAS on the CPU.
+"""In: slabs of rows, or factors of them. Out: their products, added to the accumulators of kernel tiles, by BLAS.
 
 Products are formed in the type of `precision`; sums over slabs are always float64.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import numpy as np
+import threadpoolctl
+
+from jacstore import machine
+from jacstore.factors import FactorSet, block_view
+from jacstore.plan import PRODUCT_BYTES
 
 PRECISIONS = ("float64", "float32", "fast")
 
@@ -17,14 +24,15 @@ class Engine(Protocol):
 
     Attributes
     ----------
-    slab_dtype
-        The type that slabs are read into.
+    slab_dtype, factor_dtype
+        The types that slabs and factors are read into.
     slab_copies, tile_copies
         Host copies of a slab and of a tile that are alive at once, for the plan.
     """
 
     name: str
     slab_dtype: np.dtype[Any]
+    factor_dtype: np.dtype[Any]
     slab_copies: int
     tile_copies: int
 
@@ -36,6 +44,12 @@ class Engine(Protocol):
 
     def add(self, mode: str, total: Any, a: Any, rows: slice, b: Any, cols: slice, columns: slice) -> Any:
         """The accumulator plus the product of examples `rows` of `a` with examples `cols` of `b` over `columns`."""
+
+    def load_factors(self, factors: FactorSet) -> FactorSet:
+        """Factors where products are formed."""
+
+    def add_factors(self, mode: str, total: Any, a: FactorSet, rows: slice, b: FactorSet, cols: slice) -> Any:
+        """The accumulator plus products of factored rows, formed without the rows."""
 
     def fetch(self, total: Any) -> np.ndarray:
         """The accumulator as float64 on the host."""
@@ -51,9 +65,10 @@ class BlasEngine:
     slab_copies = 2
     tile_copies = 3
 
-    def __init__(self, precision: str) -> None:
-        self.slab_dtype = np.dtype(precision)
+    def __init__(self, precision: str, threads: int | None = None) -> None:
+        self.slab_dtype = self.factor_dtype = np.dtype(precision)
         self._scratch = np.empty(0, self.slab_dtype)
+        self._threads = threads or machine.cores()
 
     def zeros(self, shape: tuple[int, ...]) -> np.ndarray:
         return np.zeros(shape)
@@ -88,11 +103,55 @@ class BlasEngine:
         np.matmul(left, right.T, out=product)
         np.add(total, product, out=total)
 
+    def load_factors(self, factors: FactorSet) -> FactorSet:
+        return factors
+
+    def add_factors(
+        self, mode: str, total: np.ndarray, a: FactorSet, rows: slice, b: FactorSet, cols: slice
+    ) -> np.ndarray:
+        """Blocks small enough for the cache, one a core: numbers are then multiplied one by one at full speed too."""
+        m, n = rows.stop - rows.start, cols.stop - cols.start
+        if mode == "blocks":
+            for part in a.own_parts(rows):
+                total += part
+            return total
+        same = a is b and rows == cols
+        block = a.block_examples(PRODUCT_BYTES // self.factor_dtype.itemsize)
+        jobs = [
+            (slice(i, min(i + block, m)), slice(j, min(j + block, n)))
+            for i in range(0, m, block)
+            for j in range(0, n, block)
+            # The lower half of a tile on the diagonal is the mirror of the upper one.
+            if not same or j >= i
+        ]
+
+        def one(job: tuple[slice, slice]) -> None:
+            i, j = job
+            left = slice(rows.start + i.start, rows.start + i.stop)
+            right = slice(cols.start + j.start, cols.start + j.stop)
+            target = block_view(mode, total, i, j, a.n_outputs)
+            for part in a.parts(mode, left, b, right):
+                target += part
+
+        _in_parallel(one, jobs, self._threads)
+        return total
+
     def fetch(self, total: np.ndarray) -> np.ndarray:
         return total
 
     def restore(self, total: np.ndarray) -> np.ndarray:
         return total
+
+
+def _in_parallel(work: Callable[[Any], None], jobs: list[Any], threads: int) -> None:
+    """Run jobs on threads with a BLAS thread each; a single job gets all BLAS threads."""
+    if len(jobs) < 2 or threads < 2:
+        for job in jobs:
+            work(job)
+        return
+    with threadpoolctl.threadpool_limits(1, "blas"), ThreadPoolExecutor(threads, "jacstore-product") as pool:
+        for _ in pool.map(work, jobs):
+            pass
 
 
 def symmetrize(mode: str, tile: np.ndarray) -> np.ndarray:

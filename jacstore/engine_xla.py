@@ -6,6 +6,7 @@ tests run the code that a GPU runs.
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,10 @@ import numpy as np
 from jax import lax
 
 from jacstore.devices import device
+from jacstore.factors import FactorSet, block_view
+
+# Numbers of a block of products of pairs of positions on the device.
+PRODUCT_NUMBERS = 16_000_000
 
 
 class XlaEngine:
@@ -43,6 +48,8 @@ class XlaEngine:
         self.slab_dtype = np.dtype("uint16" if stored == "bfloat16" and sixteen else stored if sixteen else "float32")
         if precision == "float64":
             self.slab_dtype = np.dtype("float64")
+        # Factors are multiplied before they are summed: they keep more digits than rows need.
+        self.factor_dtype = np.dtype("float64" if precision == "float64" else "float32")
         self._left = resident_bytes
         self._on_gpu = device().platform != "cpu"
 
@@ -76,6 +83,27 @@ class XlaEngine:
                 np.add(total, np.asarray(_product(mode, a, b, starts, sizes, exact)), out=total)
                 return total
             return _add(total, mode, a, b, starts, sizes, exact)
+
+    def load_factors(self, factors: FactorSet) -> FactorSet:
+        with jax.enable_x64(True):
+            return factors.on_device(jnp.asarray)
+
+    def add_factors(self, mode: str, total: Any, a: FactorSet, rows: slice, b: FactorSet, cols: slice) -> Any:
+        m, n = rows.stop - rows.start, cols.stop - cols.start
+        block = m if mode == "blocks" else a.block_examples(PRODUCT_NUMBERS)
+        host = total if isinstance(total, np.ndarray) else np.zeros(total.shape)
+        precision = None if self.precision == "fast" and self._on_gpu else "highest"
+        with jax.enable_x64(True), jax.default_matmul_precision(precision):
+            for i, j in itertools.product(range(0, m, block), range(0, n, block)):
+                left = slice(rows.start + i, min(rows.start + i + block, rows.stop))
+                right = slice(cols.start + j, min(cols.start + j + block, cols.stop))
+                if mode == "blocks":
+                    host += sum(np.asarray(part, np.float64) for part in a.own_parts(left, jnp))
+                    continue
+                size = slice(i, i + left.stop - left.start), slice(j, j + right.stop - right.start)
+                target = block_view(mode, host, *size, a.n_outputs)
+                target += np.asarray(sum(part.astype(jnp.float64) for part in a.parts(mode, left, b, right, jnp)))
+            return host if host is total else total + jnp.asarray(host)
 
     def fetch(self, total: Any) -> np.ndarray:
         return np.array(total, np.float64)

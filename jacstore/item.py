@@ -10,7 +10,8 @@ import contextlib
 import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,14 +19,17 @@ import threadpoolctl
 from crc32c import crc32c
 
 from jacstore import machine
+from jacstore.blocks import to_bfloat16
 from jacstore.checkpoints import Checkpoints, write_sums
 from jacstore.engine import BlasEngine, Engine, symmetrize
 from jacstore.errors import Damaged, Interrupted, JacstoreError
+from jacstore.factors import FactorSet
 from jacstore.kernel import Kernel
 from jacstore.pieces import raw
-from jacstore.plan import GramPlan, Group, Item, merge_ranges
+from jacstore.plan import GramPlan, Group, Item, Step, merge_ranges
 from jacstore.progress import CheckpointDone, Listener, SlabDone, silent
 from jacstore.store import JacobianStore
+from jacstore.terms import Dense, Leaf, expand
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +41,23 @@ class Work:
     kernel: Kernel
     threads: int | None
     device_memory: int | None
+    # Factors that stay in memory from item to item of this process.
+    kept: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(
+            Work,
+            rows=self.rows,
+            cols=self.cols,
+            kernel=self.kernel,
+            threads=self.threads,
+            device_memory=self.device_memory,
+        ), ()
 
     def engine(self) -> Engine:
         resolved = self.kernel.resolved
         stored = common_dtype(self.rows, self.cols)
-        return make_engine(resolved["engine"], resolved["precision"], stored, self.device_memory)
+        return make_engine(resolved["engine"], resolved["precision"], stored, self.device_memory, self.threads)
 
 
 def run_item(
@@ -81,7 +97,8 @@ class _Run:
         first, last = self.item.columns
         if not self.kernel.leaves:
             return [(0, first, last)]
-        leaves = [(n, f.offset, f.offset + f.size) for n, f in enumerate(self.work.rows.leaves)]
+        starts = column_starts(self.work.rows, self.plan)
+        leaves = [(n, a, a + f.size) for n, (f, a) in enumerate(zip(self.work.rows.leaves, starts, strict=True))]
         return [(n, a, b) for n, a, b in leaves if first <= a < b <= last]
 
     def _empty_leaves(self) -> list[int]:
@@ -93,17 +110,31 @@ class _Run:
     def run(self) -> dict[str, Any]:
         read_before = self._bytes()
         slabs = self.plan.slabs(self.item.columns)
+        n_work = len(slabs) + len(self.item.steps)
         first, totals = self.checkpoints.load()
-        begin = self._tiles_begin(slabs, first)
         totals = [self.engine.restore(t) for t in totals] if totals else self._zeros()
         for leaf in self._empty_leaves():
             self._finish_leaf(leaf, self._zeros())
+        totals = self._add_slabs(slabs, first, totals, n_work)
+        for index, number in enumerate(self.item.steps, start=len(slabs)):
+            if index >= first:
+                self._pause(index, n_work, totals)
+                totals = self._add_step(number, totals)
+                self._checkpoint(index + 1, n_work, totals)
+        if not self.kernel.leaves:
+            self._finish_leaf(0, totals)
+        files_read, decoded = (after - before for after, before in zip(self._bytes(), read_before, strict=True))
+        facts = {"bytes_read": files_read, "decoded_bytes": decoded, "slabs": n_work - first, **self.times}
+        self.kernel.ledger.record("item", self.item.number, {**facts, **self.partial_facts})
+        self.checkpoints.clear()
+        return {"item": self.item.number, "peak_rss": machine.peak_rss(), **facts}
+
+    def _add_slabs(self, slabs: list[tuple[int, int]], first: int, totals: list[Any], n_work: int) -> list[Any]:
+        """Add products of all columns stored as rows."""
         source = _Slabs(self.work.rows, self.work.cols, self.plan, self.group, self.engine.slab_dtype)
         with contextlib.closing(source.read(slabs[first:])) as stream:
             for index, ((a, b), buffers, waited) in enumerate(stream, start=first):
-                if self.stop():
-                    self.checkpoints.save(index, map(self.engine.fetch, totals))
-                    raise Interrupted(f"interrupted in item {self.item.number}, slab {index} of {len(slabs)}")
+                self._pause(index, n_work, totals)
                 self.times["seconds_read"] += waited
                 started = time.perf_counter()
                 operands = [self.engine.load(buffer) for buffer in buffers]
@@ -111,28 +142,93 @@ class _Run:
                     if max(a, c) >= min(b, d):
                         continue
                     self._add(totals, operands, slice(max(a, c) - a, min(b, d) - a))
-                    if d <= b:
+                    if d <= b and self.kernel.leaves:
                         self.times["seconds_compute"] += time.perf_counter() - started
-                        if leaf >= begin:
-                            self._finish_leaf(leaf, totals)
+                        # A leaf that ended before the checkpoint is finished already.
+                        self._finish_leaf(leaf, totals)
                         started = time.perf_counter()
-                        totals = self._zeros() if self.leaves[-1][0] != leaf else totals
+                        totals = self._zeros()
                 self.times["seconds_compute"] += time.perf_counter() - started
                 self.listener(SlabDone(item=self.item.number, slab=index, bytes_read=sum(x.nbytes for x in buffers)))
-                if index + 1 < len(slabs) and self.checkpoints.due():
-                    self.checkpoints.save(index + 1, map(self.engine.fetch, totals))
-                    self.listener(CheckpointDone(item=self.item.number, slab=index + 1))
-        files_read, decoded = (after - before for after, before in zip(self._bytes(), read_before, strict=True))
-        facts = {"bytes_read": files_read, "decoded_bytes": decoded, "slabs": len(slabs) - first, **self.times}
-        self.kernel.ledger.record("item", self.item.number, {**facts, **self.partial_facts})
-        self.checkpoints.clear()
-        return {"item": self.item.number, "peak_rss": machine.peak_rss(), **facts}
+                self._checkpoint(index + 1, n_work, totals)
+        return totals
 
-    def _tiles_begin(self, slabs: list[tuple[int, int]], first: int) -> int:
-        """The first leaf that is still to be finished; those before it ended before the checkpoint."""
-        if first >= len(slabs):
-            return 0
-        return min((leaf for leaf, _, last in self.leaves if last > slabs[first][0]), default=0)
+    def _pause(self, index: int, n_work: int, totals: list[Any]) -> None:
+        """Stop here if asked to, with a checkpoint."""
+        if self.stop():
+            self.checkpoints.save(index, map(self.engine.fetch, totals))
+            raise Interrupted(f"interrupted in item {self.item.number}, slab {index} of {n_work}")
+
+    def _checkpoint(self, index: int, n_work: int, totals: list[Any]) -> None:
+        if index < n_work and self.checkpoints.due():
+            self.checkpoints.save(index, map(self.engine.fetch, totals))
+            self.listener(CheckpointDone(item=self.item.number, slab=index))
+
+    def _add_step(self, number: int, totals: list[Any]) -> list[Any]:
+        """Add products of factored leaves that share factors."""
+        step, leaves = self.plan.steps[number], self.work.rows.leaves
+        started = time.perf_counter()
+        sources = [self._operands(store, a, b, step) for store, a, b in self._sources()]
+        self.times["seconds_read"] += time.perf_counter() - started
+        implicit = [n for n in step.leaves if n not in step.expanded]
+        apart = [[n] for n in implicit] if self.kernel.leaves else [implicit] if implicit else []
+        for chosen in apart:
+            started = time.perf_counter()
+            sets = [self._factor_set(key, [leaves[n] for n in chosen], source) for key, source in sources]
+            for index, rows, cols in self._places():
+                totals[index] = self.engine.add_factors(self.plan.mode, totals[index], sets[0], rows, sets[-1], cols)
+            self.times["seconds_compute"] += time.perf_counter() - started
+            if self.kernel.leaves:
+                self._finish_leaf(chosen[0], totals)
+                totals = self._zeros()
+        for n in step.expanded:
+            started = time.perf_counter()
+            for slabs in _expanded(leaves[n], [source for _, source in sources], self.plan):
+                operands = [self.engine.load(self._as_slab(slab)) for slab in slabs]
+                self._add(totals, operands, slice(0, operands[0].shape[-1]))
+            self.times["seconds_compute"] += time.perf_counter() - started
+            if self.kernel.leaves:
+                self._finish_leaf(n, totals)
+                totals = self._zeros()
+        read = sum(values.nbytes for _, source in sources for values in source.values())
+        self.listener(SlabDone(item=self.item.number, slab=number, bytes_read=read))
+        return totals
+
+    def _sources(self) -> list[tuple[JacobianStore, int, int]]:
+        """Stores and example ranges that factors are taken from: all examples where factors stay in memory."""
+        stores = (self.work.rows, self.work.cols or self.work.rows)
+        if self.plan.resident:
+            kept = stores[: 1 if self.plan.symmetric else 2]
+            return [(store, 0, store.n_examples) for store in kept]
+        return [(stores[side], a, b) for side, a, b in _ranges(self.plan, self.group)]
+
+    def _operands(self, store: JacobianStore, start: int, stop: int, step: Step) -> tuple[Any, dict[str, np.ndarray]]:
+        """Operands of a step, with a key under which they are kept for the next item where all stay in memory."""
+        names = dict.fromkeys(name for n in step.leaves for name in self.work.rows.leaves[n].operands)
+        key = (id(store), step.leaves, str(self.engine.factor_dtype))
+        kept = self.work.kept
+        if self.plan.resident and key in kept:
+            return key, kept[key]
+        found = {name: store.read_operand(name, start, stop, self.engine.factor_dtype) for name in names}
+        if self.plan.resident:
+            kept[key] = found
+        return key, found
+
+    def _factor_set(self, key: Any, leaves: list[Leaf], operands: dict[str, np.ndarray]) -> Any:
+        """Factors ready to be multiplied."""
+        key = ("set", key, tuple(leaf.path for leaf in leaves))
+        if self.plan.resident and key in self.work.kept:
+            return self.work.kept[key]
+        made = self.engine.load_factors(FactorSet(leaves, operands))
+        if self.plan.resident:
+            self.work.kept[key] = made
+        return made
+
+    def _as_slab(self, slab: np.ndarray) -> np.ndarray:
+        """Rows of factors in the type of slabs."""
+        if self.engine.slab_dtype == np.uint16:
+            return to_bfloat16(slab)
+        return slab.astype(self.engine.slab_dtype, copy=False)
 
     def _bytes(self) -> tuple[int, int]:
         stores = {id(s): s for s in (self.work.rows, self.work.cols) if s is not None}.values()
@@ -144,17 +240,18 @@ class _Run:
     def _add(self, totals: list[Any], operands: list[Any], columns: slice) -> None:
         """Add the product of one slab to every tile of the group."""
         plan, side = self.plan, operands[-1]
-        origin = self._origins()
+        origin = [a for _, a, _ in _ranges(plan, self.group)]
+        for index, rows, cols in self._places(origin):
+            totals[index] = self.engine.add(plan.mode, totals[index], operands[0], rows, side, cols, columns)
+
+    def _places(self, origin: list[int] | None = None) -> Iterator[tuple[int, slice, slice]]:
+        """For each tile its number and its examples, counted from the first ones that are in memory."""
+        plan = self.plan
+        origin = [a for _, a, _ in self._sources()] if origin is None else origin
         for index, (i, j) in enumerate(self.tiles):
             a, b = plan.rows.examples(plan.tile, i, i + 1)
             c, d = plan.cols.examples(plan.tile, j, j + 1)
-            rows, cols = slice(a - origin[0], b - origin[0]), slice(c - origin[1], d - origin[1])
-            totals[index] = self.engine.add(plan.mode, totals[index], operands[0], rows, side, cols, columns)
-
-    def _origins(self) -> tuple[int, int]:
-        """First example of the slab that holds the rows, and of the one that holds the columns."""
-        ranges = _ranges(self.plan, self.group)
-        return ranges[0][1], ranges[-1][1]
+            yield index, slice(a - origin[0], b - origin[0]), slice(c - origin[-1], d - origin[-1])
 
     def _finish_leaf(self, leaf: int, totals: list[Any]) -> None:
         """Write the tiles of a finished sum, or the partial sum where columns are split over items."""
@@ -242,6 +339,8 @@ class _Slabs:
             [np.empty((b - a) * plan.n_outputs * width, dtype) for _, a, b in self.sources] for _ in range(2)
         ]
         self.n_outputs = plan.n_outputs
+        # Where stores hold leaves by other terms, both sides are read as whole rows.
+        self.expanded = plan.n_columns == rows.n_parameters
 
     def read(
         self, slabs: list[tuple[int, int]]
@@ -263,14 +362,47 @@ class _Slabs:
         for (store, a, b), buffer in zip(self.sources, self.buffers[turn], strict=True):
             width = slab[1] - slab[0]
             view = buffer[: (b - a) * self.n_outputs * width].reshape(b - a, self.n_outputs, width)
-            store.read_rows(a, b, *slab, view)
+            if self.expanded:
+                store.read_rows(a, b, *slab, view)
+            else:
+                store.read("rows", a, b, *slab, view)
             filled.append(view)
         return filled
 
 
-def make_engine(name: str, precision: str, stored: str, device_memory: int | None) -> Engine:
+def column_starts(store: JacobianStore, plan: GramPlan) -> list[int]:
+    """First column of each leaf among those that slabs run over; -1 for a leaf that has none."""
+    if plan.n_columns == store.n_parameters:
+        return [leaf.offset for leaf in store.leaves]
+    return [leaf.dense.start if leaf.dense else -1 for leaf in store.leaves]
+
+
+def _expanded(leaf: Leaf, sources: list[dict[str, np.ndarray]], plan: GramPlan) -> Iterator[list[np.ndarray]]:
+    """Rows of a factored leaf `(n, K, w)` for each source, a few channels of cotangents at a time.
+
+    Their order is not that of the leaf's columns; products of rows do not depend on it.
+    """
+    terms = [term for term in leaf.terms if not isinstance(term, Dense)]
+    names = [term.cotangents for term in terms]
+    channels = sources[0][names[0]].shape[-1]
+    columns = leaf.size // channels
+    width = max(1, min(channels, plan.slab_columns // columns))
+    for first in range(0, channels, width):
+        slabs = []
+        for source in sources:
+            cut = dict(source)
+            for name in names:
+                cut[name] = source[name][..., first : first + width]
+            count = columns * cut[names[0]].shape[-1]
+            slabs.append(expand(tuple(replace(term, views=()) for term in terms), cut, count))
+        yield slabs
+
+
+def make_engine(
+    name: str, precision: str, stored: str, device_memory: int | None, threads: int | None = None
+) -> Engine:
     if name == "blas":
-        return BlasEngine(precision)
+        return BlasEngine(precision, threads)
     from jacstore.engine_xla import XlaEngine
 
     return XlaEngine(precision, stored, device_memory)

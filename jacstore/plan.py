@@ -26,6 +26,9 @@ UNIT_BYTES = 1_000_000_000
 SLAB_COLUMNS = 4096
 TILE_ROWS = 2048
 IO_THREADS = 4
+# Products of pairs of positions are formed in blocks of about this size, several at once.
+PRODUCT_BYTES = 2_000_000
+PRODUCT_COPIES = 12
 
 
 # ---------------------------------------------------------------------------------------------------------------- store
@@ -175,13 +178,31 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Step:
+    """Factored leaves that are contracted together.
+
+    `numbers` of factors are read for each example; `expanded` leaves form `channel_columns` columns of rows a channel;
+    products of the others run over pairs of up to `positions` positions.
+    """
+
+    leaves: tuple[int, ...]
+    expanded: tuple[int, ...]
+    numbers: int
+    channel_columns: int
+    positions: int
+    flops_pair: int
+    flops_example: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Item:
-    """One task: a group over a range of columns of J."""
+    """One task: a group over a range of columns of J stored as rows, and over some steps of factored leaves."""
 
     number: int
     group: int
     split: int
     columns: tuple[int, int]
+    steps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +225,9 @@ class GramPlan:
     bytes_expected: int
     bytes_stored: int
     flops: int
+    steps: tuple[Step, ...] = ()
+    split_steps: tuple[tuple[int, ...], ...] = ()
+    resident: bool = False
 
     @property
     def passes(self) -> float:
@@ -213,7 +237,7 @@ class GramPlan:
     @property
     def items(self) -> list[Item]:
         return [
-            Item(number=g * len(self.splits) + s, group=g, split=s, columns=columns)
+            Item(number=g * len(self.splits) + s, group=g, split=s, columns=columns, steps=self.split_steps[s])
             for g in range(len(self.groups))
             for s, columns in enumerate(self.splits)
         ]
@@ -235,6 +259,8 @@ class GramPlan:
     def slabs(self, columns: tuple[int, int]) -> list[tuple[int, int]]:
         """Slabs of an item's columns, in the order in which they are added. Their borders are borders of pieces."""
         start, stop = columns
+        if start >= stop:
+            return []
         first = start // self.piece_columns * self.piece_columns
         borders = [start, *range(first + self.slab_columns, stop, self.slab_columns), stop]
         return list(itertools.pairwise(borders))
@@ -256,6 +282,11 @@ class GramPlan:
         fields["rows"], fields["cols"] = Side(**given["rows"]), Side(**given["cols"])
         fields["groups"] = tuple(Group(rows=tuple(g["rows"]), cols=tuple(g["cols"])) for g in given["groups"])
         fields["splits"] = tuple(tuple(s) for s in given["splits"])
+        fields["split_steps"] = tuple(tuple(s) for s in given["split_steps"])
+        fields["steps"] = tuple(
+            Step(**{**step, "leaves": tuple(step["leaves"]), "expanded": tuple(step["expanded"])})
+            for step in given["steps"]
+        )
         return cls(**fields)
 
 
@@ -291,6 +322,8 @@ class _Sizes:
     slab_copies: int
     tile_copies: int
     io_bytes: int
+    steps: tuple[Step, ...]
+    resident: bool
 
     def block_bytes(self, m: int, n: int) -> int:
         return 8 * math.prod(block_shape(self.mode, m, n, self.n_outputs))
@@ -312,7 +345,24 @@ class _Sizes:
             c, d = self.cols.examples(self.tile, j, j + 1)
             accumulators += self.block_bytes(b - a, d - c)
         edge = min(self.tile, self.rows.n_examples), min(self.tile, self.cols.n_examples)
-        return accumulators + self.tile_copies * self.block_bytes(*edge) + self.io_bytes
+        return accumulators + self.tile_copies * self.block_bytes(*edge) + self.io_bytes + self.factors(group)
+
+    def factors(self, group: Group) -> int:
+        """Bytes of factors in memory, and of products of pairs of positions on every core."""
+        if not self.steps:
+            return 0
+        if self.resident:
+            sides = [self.rows] if self.symmetric else [self.rows, self.cols]
+            examples = sum(side.n_examples for side in sides)
+            numbers = sum(step.numbers for step in self.steps)
+        else:
+            examples = sum(stop - start for _, start, stop in self.ranges(group))
+            numbers = max(
+                step.numbers + step.channel_columns * self.n_outputs * self.slab_copies for step in self.steps
+            )
+        pairs = max((step.positions * self.n_outputs) ** 2 for step in self.steps) * self.product_itemsize
+        # Factors are held as they are read and once more in the order that products want.
+        return 2 * examples * numbers * self.product_itemsize + PRODUCT_COPIES * max(PRODUCT_BYTES, pairs)
 
     def per_column(self, group: Group) -> int:
         """Bytes that each column of a slab takes."""
@@ -346,6 +396,8 @@ def plan_gram(
     tile: int | None = None,
     leaf_borders: Sequence[int] | None = None,
     engine_copies: tuple[int, int] = (2, 3),
+    steps: tuple[Step, ...] = (),
+    factor_bytes: tuple[int, int] = (0, 0),
 ) -> GramPlan:
     """Choose tiles, groups and slabs with the fewest bytes read that the memory allows.
 
@@ -359,6 +411,10 @@ def plan_gram(
         First column of each leaf, for kernels kept leaf by leaf; splits then fall on these borders.
     engine_copies
         Copies of a slab and of a tile that the engine holds.
+    steps
+        Of factored leaves; `n_columns` then counts only what is stored as rows.
+    factor_bytes
+        Stored bytes of factors of an example, on both sides.
 
     Raises
     ------
@@ -369,6 +425,8 @@ def plan_gram(
     cols = cols or rows
     share = memory // workers
     piece = max(rows.piece_columns, cols.piece_columns)
+    # Where nothing is stored as rows and all factors fit, each tile is finished by itself.
+    resident = bool(steps) and not n_columns and workers == 1 and not any(step.expanded for step in steps)
     io_bytes = IO_THREADS * 3 * max(s.unit_size * s.piece_columns * s.itemsize for s in (rows, cols)) * n_outputs
     per_side = math.isqrt(MAX_FILES // len(leaf_borders or [0]))
     tiles = [tile] if tile else _tile_sizes(mode, rows, cols, n_outputs, per_side)
@@ -376,37 +434,42 @@ def plan_gram(
     needed = 0
     for size in tiles:
         # Many small tiles cost files and slow products: they are weighed only while nothing fits.
-        if best is not None and (best.schedule == "one pass" or max(rows.tiles(size), cols.tiles(size)) > 40):
+        if best is not None and (best.passes <= 1 or max(rows.tiles(size), cols.tiles(size)) > 40):
             break
-        sizes = _Sizes(
-            mode=mode,
-            symmetric=symmetric,
-            n_outputs=n_outputs,
-            rows=rows,
-            cols=cols,
-            tile=min(size, max(rows.n_examples, cols.n_examples)),
-            product_itemsize=product_itemsize,
-            slab_copies=engine_copies[0],
-            tile_copies=engine_copies[1],
-            io_bytes=io_bytes,
-        )
-        fits = _fits(sizes, share, min(piece, n_columns))
-        found = [
-            _finish(sizes, groups, schedule, share, n_columns, piece, workers, leaf_borders)
-            for schedule, groups in _schedules(sizes, fits)
-        ]
-        if found:
-            plan = min(found, key=lambda p: p.bytes_expected)
-            # A smaller tile must save a tenth of the reading to be worth its slower products.
-            if best is None or plan.bytes_expected < 0.9 * best.bytes_expected:
-                best = plan
-        # The worst group of one tile: off the diagonal, with rows on both sides.
-        n, m = rows.tiles(sizes.tile), cols.tiles(sizes.tile)
-        worst = [Group(rows=(0, 1), cols=(min(m, 2) - 1, min(m, 2))), Group(rows=(0, 1), cols=(0, 1))]
-        if n > 2 and symmetric:
-            worst.append(Group(rows=(0, 1), cols=(2, 3)))
-        need = max(sizes.fixed(g) + sizes.per_column(g) * min(piece, n_columns) for g in worst)
-        needed = min(needed, need) if needed else need
+        for held in (True, False) if resident else (False,):
+            sizes = _Sizes(
+                mode=mode,
+                symmetric=symmetric,
+                n_outputs=n_outputs,
+                rows=rows,
+                cols=cols,
+                tile=min(size, max(rows.n_examples, cols.n_examples)),
+                product_itemsize=product_itemsize,
+                slab_copies=engine_copies[0],
+                tile_copies=engine_copies[1],
+                io_bytes=io_bytes,
+                steps=steps,
+                resident=held,
+            )
+            fits = _fits(sizes, share, min(piece, n_columns))
+            found = [
+                _finish(sizes, groups, schedule, share, n_columns, piece, workers, leaf_borders, factor_bytes)
+                for schedule, groups in _schedules(sizes, fits)
+            ]
+            if found:
+                plan = min(found, key=lambda p: p.bytes_expected)
+                # A smaller tile must save a tenth of the reading to be worth its slower products.
+                if best is None or plan.bytes_expected < 0.9 * best.bytes_expected:
+                    best = plan
+            if best is not None and best.resident:
+                break
+            # The worst group of one tile: off the diagonal, with rows on both sides.
+            n, m = rows.tiles(sizes.tile), cols.tiles(sizes.tile)
+            worst = [Group(rows=(0, 1), cols=(min(m, 2) - 1, min(m, 2))), Group(rows=(0, 1), cols=(0, 1))]
+            if n > 2 and symmetric:
+                worst.append(Group(rows=(0, 1), cols=(2, 3)))
+            need = max(sizes.fixed(g) + sizes.per_column(g) * min(piece, n_columns) for g in worst)
+            needed = min(needed, need) if needed else need
     if best is None:
         raise Refused(
             f"--memory: {share:,} bytes for each of {workers} worker(s) cannot hold one tile and one slab; give at "
@@ -444,6 +507,12 @@ def _fits(sizes: _Sizes, share: int, width: int) -> Callable[[Group], bool]:
 def _schedules(sizes: _Sizes, fits: Callable[[Group], bool]) -> Iterator[tuple[str, tuple[Group, ...]]]:
     """Ways to cut the kernel into groups that fit."""
     n, m = sizes.rows.tiles(sizes.tile), sizes.cols.tiles(sizes.tile)
+    if sizes.resident:
+        tiles = [Group(rows=(i, i + 1), cols=(j, j + 1)) for i in range(n) for j in range(m)]
+        wanted = tuple(g for g in tiles if list(_tiles(g, sizes.symmetric, sizes.mode)))
+        if all(fits(group) for group in wanted):
+            yield "tile by tile, factors in memory", wanted
+        return
     everything = Group(rows=(0, n), cols=(0, m))
     if fits(everything):
         yield "one pass", (everything,)
@@ -536,15 +605,20 @@ def _finish(
     piece_columns: int,
     workers: int,
     leaf_borders: Sequence[int] | None,
+    factor_bytes: tuple[int, int],
 ) -> GramPlan:
     """Fill in slab width, splits over workers and the counts."""
     room = min((share - sizes.fixed(g)) // max(1, sizes.per_column(g)) for g in groups)
-    pieces = max(1, min(room, SLAB_COLUMNS, n_columns + piece_columns - 1) // piece_columns)
+    pieces = max(1, min(room, SLAB_COLUMNS, max(1, n_columns) + piece_columns - 1) // piece_columns)
     width = pieces * piece_columns
     memory = max(sizes.fixed(g) + sizes.per_column(g) * min(width, n_columns) for g in groups)
     # Groups are independent; columns are split only as far as groups do not keep all workers busy.
     wanted = -(-workers // len(groups)) if workers > 1 else 1
     splits = _split_columns(n_columns, piece_columns, wanted, leaf_borders)
+    if len(splits) < wanted and len(sizes.steps) > 1:
+        # Splits without columns of their own take steps.
+        splits += ((n_columns, n_columns),) * min(wanted - len(splits), len(sizes.steps) - (n_columns == 0))
+    split_steps = _split_steps(sizes, splits)
     stored = [sizes.rows] if sizes.symmetric else [sizes.rows, sizes.cols]
     plan = GramPlan(
         mode=sizes.mode,
@@ -561,17 +635,56 @@ def _finish(
         schedule=schedule if len(splits) == 1 else f"{schedule}, columns in {len(splits)}",
         memory_bytes=memory * min(workers, len(groups) * len(splits)),
         bytes_expected=0,
-        bytes_stored=sum(side.n_examples * side.itemsize for side in stored) * sizes.n_outputs * n_columns,
+        bytes_stored=sum(side.n_examples * side.itemsize for side in stored) * sizes.n_outputs * n_columns
+        + sum(side.n_examples * size for side, size in zip(stored, factor_bytes, strict=False)),
         flops=0,
+        steps=sizes.steps,
+        split_steps=split_steps,
+        resident=sizes.resident,
     )
     slabs = [slab for columns in splits for slab in plan.slabs(columns)]
     read = 0
     for side, start, stop in (r for g in groups for r in sizes.ranges(g)):
         columns = sum(side.columns_read(a, b, n_columns) for a, b in slabs)
         read += side.examples_read(start, stop) * side.itemsize * sizes.n_outputs * columns
+    if sizes.resident:
+        read = plan.bytes_stored
+    elif sizes.steps:
+        for g in groups:
+            for side, start, stop in sizes.ranges(g):
+                each = factor_bytes[0] if side is sizes.rows else factor_bytes[1]
+                read += side.examples_read(start, stop) * each
     products = sum(math.prod(plan.tile_shape(i, j)) for g in groups for i, j in plan.tiles_of(g))
     depth = n_columns * (sizes.n_outputs if sizes.mode == "trace" else 1)
-    return replace(plan, bytes_expected=read, flops=2 * products * depth)
+    pairs = sum(
+        math.prod(block_shape("trace" if sizes.mode != "blocks" else "blocks", *shape, 1)[:2])
+        for g in groups
+        for i, j in plan.tiles_of(g)
+        for shape in [_tile_examples(plan, i, j)]
+    )
+    examples = sum(stop - start for g in groups for _, start, stop in sizes.ranges(g))
+    factored = sum(step.flops_pair * pairs + step.flops_example * examples for step in sizes.steps)
+    return replace(plan, bytes_expected=read, flops=2 * products * depth + factored)
+
+
+def _tile_examples(plan: GramPlan, i: int, j: int) -> tuple[int, int]:
+    a, b = plan.rows.examples(plan.tile, i, i + 1)
+    c, d = plan.cols.examples(plan.tile, j, j + 1)
+    return b - a, d - c
+
+
+def _split_steps(sizes: _Sizes, splits: tuple[tuple[int, int], ...]) -> tuple[tuple[int, ...], ...]:
+    """Steps of each split: the costliest first, each to the split with the least to do."""
+    pairs = sizes.rows.n_examples * sizes.cols.n_examples // (2 if sizes.symmetric else 1)
+    outputs = sizes.n_outputs ** (2 if sizes.mode in ("full", "blocks") else 1)
+    loads = [2 * (b - a) * pairs * outputs for a, b in splits]
+    taken: list[list[int]] = [[] for _ in splits]
+    costs = [s.flops_pair * pairs + s.flops_example * sizes.rows.n_examples for s in sizes.steps]
+    for number in sorted(range(len(costs)), key=lambda n: -costs[n]):
+        split = min(range(len(splits)), key=lambda s: loads[s])
+        taken[split].append(number)
+        loads[split] += costs[number]
+    return tuple(tuple(sorted(numbers)) for numbers in taken)
 
 
 def _split_columns(
@@ -584,4 +697,4 @@ def _split_columns(
         target = part * n_columns / wanted
         borders.add(min(allowed, key=lambda border: abs(border - target)))
     ordered = sorted(borders)
-    return tuple(itertools.pairwise(ordered))
+    return tuple(itertools.pairwise(ordered)) or ((0, 0),)

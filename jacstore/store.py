@@ -120,6 +120,12 @@ class JacobianStore:
         return sum(math.prod(self.layouts[name].shape) * self.layouts[name].itemsize for name in names)
 
     @property
+    def factor_bytes(self) -> int:
+        """Decoded bytes of an example's factors."""
+        layouts = [self.layouts[operand_array(operand.name)] for operand in self.operands]
+        return sum(math.prod(layout.shape[1:]) * layout.itemsize for layout in layouts)
+
+    @property
     def outputs(self) -> np.ndarray:
         """Outputs `(N, K)` of the function at each example."""
         return self._whole("outputs")

@@ -30,6 +30,7 @@ from jacstore.machine import cores, parse_size
 from jacstore.pieces import compress
 from jacstore.problem import prepare
 from jacstore.progress import Started
+from jacstore.trace import cut_before_products
 
 
 def mlp_problem(examples: int, widths: list[int]) -> jacstore.Problem:
@@ -98,10 +99,13 @@ def measure(problem: jacstore.Problem, dtype: str, given: argparse.Namespace) ->
 
         shutil.rmtree(path, ignore_errors=True)
         os.sync()
-        store = jacstore.build(problem, path, memory=given.memory, dtype=dtype, codec=given.codec, listener=note_start)
+        store = jacstore.build(
+            problem, path, memory=given.memory, dtype=dtype, layout="dense", codec=given.codec, listener=note_start
+        )
         wall = time.perf_counter() - begun[0][0] - store.report["seconds_compile"]
         passes = DevicePass(
             prepared,
+            cut_before_products(prepared, "dense", float64=False),
             stored_dtype=dtype,
             budget=device_budget(None, memory),
             unit_size=store.unit_size,
