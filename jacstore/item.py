@@ -338,9 +338,7 @@ class _Slabs:
         self.buffers = [
             [np.empty((b - a) * plan.n_outputs * width, dtype) for _, a, b in self.sources] for _ in range(2)
         ]
-        self.n_outputs = plan.n_outputs
-        # Where stores hold leaves by other terms, both sides are read as whole rows.
-        self.expanded = plan.n_columns == rows.n_parameters
+        self.n_outputs, self.n_columns = plan.n_outputs, plan.n_columns
 
     def read(
         self, slabs: list[tuple[int, int]]
@@ -362,7 +360,8 @@ class _Slabs:
         for (store, a, b), buffer in zip(self.sources, self.buffers[turn], strict=True):
             width = slab[1] - slab[0]
             view = buffer[: (b - a) * self.n_outputs * width].reshape(b - a, self.n_outputs, width)
-            if self.expanded:
+            if self.n_columns != store.n_columns:
+                # Where stores hold leaves by other terms, both sides are read as whole rows.
                 store.read_rows(a, b, *slab, view)
             else:
                 store.read("rows", a, b, *slab, view)

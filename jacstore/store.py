@@ -214,10 +214,7 @@ class JacobianStore:
         Damaged
             Naming unit and leaf of the first piece that is missing or differs from its record.
         """
-        for leaf in self.leaves:
-            a, b = max(first, leaf.offset), min(last, leaf.offset + leaf.size)
-            if a >= b:
-                continue
+        for leaf, a, b in self._runs(first, last):
             target = out[..., a - first : b - first]
             if leaf.dense:
                 shift = leaf.dense.start - leaf.offset
@@ -229,6 +226,19 @@ class JacobianStore:
                 factors = {name: self.read_operand(name, m, n) for name in leaf.operands}
                 rows = expand(leaf.terms, factors, leaf.size)
                 target[m - start : n - start] = rows[..., a - leaf.offset : b - leaf.offset]
+
+    def _runs(self, first: int, last: int) -> list[tuple[Leaf, int, int]]:
+        """Columns `first` to `last` leaf by leaf; leaves that are stored as rows side by side are one run."""
+        runs: list[tuple[Leaf, int, int]] = []
+        for leaf in self.leaves:
+            a, b = max(first, leaf.offset), min(last, leaf.offset + leaf.size)
+            if a >= b:
+                continue
+            if runs and leaf.dense and runs[-1][0].dense and runs[-1][2] == a:
+                runs[-1] = (runs[-1][0], runs[-1][1], b)
+            else:
+                runs.append((leaf, a, b))
+        return runs
 
     def read_operand(self, name: str, start: int, stop: int, dtype: Any = None) -> np.ndarray:
         """An operand of examples `start` to `stop`, `(n, ...)` or `(n, K, ...)`; bfloat16 as float32."""

@@ -36,6 +36,8 @@ CALLS = {
 PRODUCTS = ("dot_general", "conv_general_dilated", "scatter-add", "scatter_add")
 # A convolution's factors must be this much smaller than its rows: a slab's expansion needs all positions of examples.
 CONV_GAIN = 2
+# Rows of smaller leaves stand side by side in one array; as factors each would take files of its own.
+SMALLEST = 1024
 # Index maps of cotangents larger than this are not compared; the leaf's bias is then stored as rows.
 MAX_MAP = 20_000_000
 
@@ -107,7 +109,8 @@ def cut_before_products(prepared: Prepared, layout: str, float64: bool) -> Cut:
     Parameters
     ----------
     layout
-        auto: factors where they are smaller; dense: rows only; factored: factors wherever there are any.
+        auto: factors where they are smaller and the leaf is not tiny; dense: rows only; factored: factors wherever
+        there are any.
     float64
         Whether it is computed in float64.
     """
@@ -681,7 +684,7 @@ def _choose(
         products = bool(leaf.terms) and not leaf.pending
         numbers, size = sum(core.numbers(n_outputs) for core in leaf.terms), n_outputs * math.prod(shape)
         gain = CONV_GAIN if any(core.kind == "conv" for core in leaf.terms) else 1
-        take = products and layout != "dense" and (layout == "factored" or gain * numbers < size)
+        take = products and layout != "dense" and (layout == "factored" or SMALLEST <= size > gain * numbers)
         if products:
             leaf.why = f"{numbers:,} numbers against {size:,}" if layout != "dense" else "layout dense"
         chosen.append(take)

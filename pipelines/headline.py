@@ -1,0 +1,179 @@
+"""30,000 examples on two cores: an MLP's kernel from factors, and how fast each part is beside its bare limit.
+
+    python pipelines/headline.py --data mnist.npz --net mlp
+    python pipelines/headline.py --net cnn --examples 512
+
+mlp: 784-1024-1024-512-10. cnn: 3 x 3 convolutions 64-128-256-512 with 2 x 2 max-pool on 3 x 32 x 32 generated images,
+dense 2048-10. Both sum their outputs. Without --data the inputs are normal. 200 random entries of the kernel are
+compared with rows from `jax.grad` in float64; bare sgemm multiplies matrices of the same shapes in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jacstore
+
+MLP = (784, 1024, 1024, 512, 10)
+CHANNELS = (3, 64, 128, 256, 512)
+CHECKED = 200
+
+
+def mlp_params(seed: int = 0, widths: tuple[int, ...] = MLP) -> dict[str, Any]:
+    keys = jax.random.split(jax.random.key(seed), len(widths))
+    return {
+        f"dense{n}": {"weight": jax.random.normal(key, (a, b)) * (2 / a) ** 0.5, "bias": jnp.zeros(b)}
+        for n, (key, a, b) in enumerate(zip(keys, widths, widths[1:], strict=False))
+    }
+
+
+def mlp(params: Any, x: jax.Array) -> jax.Array:
+    for n in range(len(params)):
+        layer = params[f"dense{n}"]
+        x = (jax.nn.relu(x) if n else x) @ layer["weight"] + layer["bias"]
+    return x
+
+
+def cnn_params(seed: int = 0, channels: tuple[int, ...] = CHANNELS) -> dict[str, Any]:
+    keys = jax.random.split(jax.random.key(seed), len(channels))
+    params = {
+        f"conv{n}": {"weight": jax.random.normal(key, (3, 3, a, b)) * (2 / (9 * a)) ** 0.5, "bias": jnp.zeros(b)}
+        for n, (key, a, b) in enumerate(zip(keys, channels, channels[1:], strict=False))
+    }
+    width = channels[-1] * 4
+    return {**params, "dense": {"weight": jax.random.normal(keys[-1], (width, 10)) / width**0.5, "bias": jnp.zeros(10)}}
+
+
+def cnn(params: Any, x: jax.Array) -> jax.Array:
+    x = x[None]
+    for n in range(len(params) - 1):
+        layer = params[f"conv{n}"]
+        x = jax.lax.conv_general_dilated(x, layer["weight"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        x = jax.nn.relu(x + layer["bias"])
+        x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+    return x.reshape(-1) @ params["dense"]["weight"] + params["dense"]["bias"]
+
+
+def problem(net: str, examples: int, data: Path | None) -> jacstore.Problem:
+    """The network with normal weights at MNIST digits or at normal inputs, the gradient of its summed outputs."""
+    rng = np.random.default_rng(0)
+    if net == "cnn":
+        x = rng.standard_normal((examples, 32, 32, 3), np.float32)
+        return jacstore.Problem(apply=cnn, params=cnn_params(), inputs=x, outputs="sum")
+    if data is None:
+        x = rng.standard_normal((examples, MLP[0]), np.float32)
+    else:
+        with np.load(data) as arrays:
+            x = arrays["x_train"][:examples].reshape(-1, MLP[0]).astype(np.float32) / 255
+    return jacstore.Problem(apply=mlp, params=mlp_params(), inputs=x, outputs="sum")
+
+
+def gradients_per_second(task: jacstore.Problem, batch: int) -> float:
+    """Examples a second of ordinary jitted batch gradients, the median of several, compile time apart."""
+    x = jnp.asarray(task.inputs[:batch])
+    step = jax.jit(jax.grad(lambda params, x: jax.vmap(lambda one: task.apply(params, one))(x).sum()))
+    with jax.default_matmul_precision("highest"):
+        seconds = [_timed(lambda: jax.block_until_ready(step(task.params, x))) for _ in range(8)][1:]
+    return len(x) / sorted(seconds)[len(seconds) // 2]
+
+
+def _timed(work: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def largest_error(task: jacstore.Problem, kernel: jacstore.Kernel, count: int = CHECKED) -> float:
+    """The largest of some random entries' errors against float64 rows, relative to `sqrt(G_ii G_jj)`."""
+    rng = np.random.default_rng(1)
+    pairs = rng.integers(0, len(task.inputs), (count, 2))
+    with jax.enable_x64(True):
+        params = jax.tree_util.tree_map(lambda leaf: jnp.asarray(leaf, jnp.float64), task.params)
+        row = jax.jit(jax.grad(lambda params, x: task.apply(params, x).sum()))
+
+        def flat(n: int) -> np.ndarray:
+            leaves = jax.tree_util.tree_leaves(row(params, jnp.asarray(task.inputs[n], jnp.float64)))
+            return np.concatenate([np.ravel(leaf) for leaf in leaves])
+
+        worst = 0.0
+        for i, j in pairs:
+            a, b = flat(i), flat(j)
+            found = float(kernel.array[int(i), int(j)].compute())
+            worst = max(worst, abs(found - a @ b) / np.sqrt((a @ a) * (b @ b)))
+    return worst
+
+
+def bare_seconds(store: jacstore.JacobianStore, rows: int = 2048) -> float:
+    """Seconds that bare sgemm takes for the upper half of the kernel: products of all operands, block by block."""
+    n = min(rows, store.n_examples)
+    seconds = 0.0
+    for operand in store.operands:
+        a = np.random.default_rng(0).standard_normal((n, int(np.prod(operand.shape))), np.float32)
+        b = a.copy()
+        out = np.empty((n, n), np.float32)
+        np.matmul(a, b.T, out=out)
+        seconds += min(_timed(lambda a=a, b=b, out=out: np.matmul(a, b.T, out=out)) for _ in range(3))
+    return seconds * (store.n_examples / n) ** 2 / 2
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Run and print; returns the figures."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--net", choices=("mlp", "cnn"), default="mlp")
+    parser.add_argument("--data", type=Path, help="npz with x_train, for the MLP")
+    parser.add_argument("--examples", type=int, default=30_000)
+    parser.add_argument("--memory", default="8GB")
+    parser.add_argument("--out", type=Path, default=Path("headline-run"))
+    given = parser.parse_args(arguments)
+    task = problem(given.net, given.examples, given.data)
+    for name in ("store.jac", "kernel.ntk"):
+        shutil.rmtree(given.out / name, ignore_errors=True)
+    started = time.perf_counter()
+    store = jacstore.build(task, given.out / "store.jac", memory=given.memory)
+    built = time.perf_counter()
+    kernel = jacstore.gram(store, out=given.out / "kernel.ntk", memory=given.memory, dtype="float32")
+    done = time.perf_counter()
+    build, gram = store.report, kernel.report
+    batch = build["batch_size"] or 64
+    computing = build["seconds_total"] - build["seconds_compile"]
+    figures = {
+        "net": given.net,
+        "examples": given.examples,
+        "parameters": store.n_parameters,
+        "seconds_build": built - started,
+        "seconds_compile": build["seconds_compile"],
+        "seconds_gram": done - built,
+        "seconds_both": done - started,
+        "examples_per_second": given.examples / computing,
+        "gradients_per_second": gradients_per_second(task, batch),
+        "bytes_stored": build["bytes_stored"],
+        "bytes_dense": build["bytes_dense"],
+        "smaller": build["bytes_dense"] / build["bytes_stored"],
+        "passes": gram["passes"],
+        "schedule": gram["schedule"],
+        "gflops": gram["flops"] / max(gram["seconds_compute"], 1e-9) / 1e9,
+        "seconds_compute": gram["seconds_compute"],
+        "largest_error": largest_error(task, kernel),
+    }
+    if all(term.kind == "dot" for leaf in store.leaves for term in leaf.terms):
+        figures["seconds_bare"] = bare_seconds(store)
+        figures["arithmetic_to_bare"] = figures["seconds_bare"] / gram["seconds_compute"]
+    for key, value in figures.items():
+        print(f"{key:22} {value:.4g}" if isinstance(value, float) else f"{key:22} {value}", flush=True)
+    print(json.dumps(figures))
+    return figures
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
