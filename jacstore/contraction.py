@@ -80,16 +80,19 @@ def _pair(p: Factored, q: Factored, left: Operands, right: Operands, mode: str, 
         d, e = _outputs_as_channels(d), _outputs_as_channels(e)
     total = None
     for group in range(groups):
+        n, m = len(d), len(e)
+        inside = _inside(p, q, left, right, group, xp)
+        if inside is None:
+            # A sum over positions is formed before anything is multiplied.
+            a, b = (_rows(c[:, :, group].sum(2, keepdims=True)) for c in (d, e))
+            part = _positions_first(a, b, xp)[0, 0].reshape(n, d.shape[1], m, e.shape[1])
+            total = part if total is None else total + part
+            continue
         key = (p.cotangents, q.cotangents, groups, group)
         if key not in across:
             across[key] = _positions_first(_rows(d[:, :, group]), _rows(e[:, :, group]), xp)
         products_d = across[key]
-        inside = _inside(p, q, left, right, group, xp)
-        n, m = len(d), len(e)
-        if inside is None:
-            part = products_d.sum((0, 1)) if products_d.shape[:2] != (1, 1) else products_d[0, 0]
-            part = part.reshape(n, d.shape[1], m, e.shape[1])
-        elif products_d.shape[:2] == (1, 1):
+        if products_d.shape[:2] == (1, 1):
             part = products_d[0, 0].reshape(n, d.shape[1], m, e.shape[1]) * inside[0, 0][:, None, :, None]
         elif d.shape[1] == 1:
             part = xp.einsum("tsij,tsij->ij", products_d, inside)[:, None, :, None]

@@ -26,7 +26,7 @@ from jacstore.progress import Listener, UnitDone, silent
 from jacstore.store import DTYPES, JacobianStore, operand_array, operand_name
 from jacstore.terms import Leaf, Operand, dense_leaves, expand
 
-ARRAYS = ("rows", "outputs", "norms")
+ARRAYS = ("rows", "factors", "outputs", "norms")
 LARGEST = {"float16": 65504.0, "bfloat16": 3.38e38, "float32": 3.4e38, "float64": 1.79e308}
 
 

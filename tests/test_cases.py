@@ -1092,9 +1092,9 @@ def test_case_34_a_plan_made_with_other_memory_is_kept(finished, tmp_path, truth
 def test_case_35_many_outputs_are_taken_in_slices_that_fit(tmp_path):
     problem = mlp(3, sizes=(5, 4, 200))
     truth = dense_rows(problem)
-    planned = jacstore.builder.plan_build(problem, None, memory="4MB")
+    planned = jacstore.builder.plan_build(problem, None, memory="4MB", layout="dense")
     assert planned["outputs"] == 200 and planned["output_batch"] < 200
-    store = build(problem, tmp_path / "run.jac", memory="4MB", codec="none")
+    store = build(problem, tmp_path / "run.jac", memory="4MB", codec="none", layout="dense")
     assert row_error(rows_of(store), truth) <= FLOAT32
     np.testing.assert_allclose(
         store.outputs, dense_outputs(problem), rtol=0, atol=FLOAT32 * np.abs(store.outputs).max()

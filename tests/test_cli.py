@@ -147,7 +147,9 @@ def test_json_is_one_object_with_the_keys_of_the_contract(target, tmp_path):
     assert of_store["complete"] is True and of_kernel["complete"] is True
     assert of_store["bytes_stored"] == sum(len(data) for name, data in contents(out).items() if "/c/" in name)
     assert of_kernel["dtype"] == "float64" and of_store["dtype"] == "float32"
-    assert of_store["leaves"][0] == {"path": "layer0/b", "shape": [7], "terms": ["dense"]}
+    leaf = of_store["leaves"][0]
+    assert (leaf["path"], leaf["shape"], leaf["terms"]) == ("layer0/b", [7], ["dense"])
+    assert leaf["numbers"] == leaf["numbers_dense"] == 3 * 7 and leaf["why"] == "its layer is stored as rows"
 
 
 @pytest.mark.parametrize("mode", ["full", "trace", "diagonal", "blocks"])
