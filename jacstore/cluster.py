@@ -17,30 +17,31 @@ from jacstore.errors import Interrupted, Refused
 from jacstore.item import Work, run_item
 from jacstore.progress import ItemDone, Listener
 
+# Items of this process at once where each is one tile: one computes, the other is written.
+ITEMS_ALIVE = 2
+
 
 def on_threads(work: Work, todo: list[int], listener: Listener, stop: Callable[[], bool]) -> list[dict[str, Any]]:
-    """One item after the other, each on all cores: BLAS has the threads."""
-    abandoned, idle = threading.Event(), threading.Event()
-    idle.set()
+    """One item after the other, each on all cores: BLAS has the threads. Small items are written meanwhile."""
+    abandoned, running = threading.Event(), threading.Semaphore(ITEMS_ALIVE)
 
     def one(number: int) -> dict[str, Any]:
         if stop() or abandoned.is_set():
             raise Interrupted("interrupted before an item")
-        idle.clear()
-        try:
+        with running:
             result = run_item(work, number, listener, lambda: stop() or abandoned.is_set())
-        finally:
-            idle.set()
         listener(ItemDone(item=number))
         return result
 
+    alive = ITEMS_ALIVE if work.kernel.plan.resident else 1
     tasks = [delayed(one, pure=False)(number) for number in todo]
     try:
-        return list(compute(*tasks, scheduler="threads", num_workers=1))
+        return list(compute(*tasks, scheduler="threads", num_workers=alive))
     finally:
-        # After Ctrl-C in Python Dask returns at once; the running item must stop before its lock is given up.
+        # After Ctrl-C in Python Dask returns at once; running items must stop before their lock is given up.
         abandoned.set()
-        idle.wait()
+        for _ in range(ITEMS_ALIVE):
+            running.acquire()
 
 
 def on_cluster(

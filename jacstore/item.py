@@ -7,6 +7,7 @@ read.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -43,6 +44,10 @@ class Work:
     device_memory: int | None
     # Factors that stay in memory from item to item of this process.
     kept: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    # Accumulators of finished tiles, to be used again.
+    spare: list[Any] = field(default_factory=list, compare=False, repr=False)
+    # Held by the item of this process that computes.
+    turn: Any = field(default_factory=threading.Lock, compare=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(
@@ -108,6 +113,20 @@ class _Run:
         return [n for n, leaf in enumerate(self.work.rows.leaves) if leaf.size == 0]
 
     def run(self) -> dict[str, Any]:
+        # One item computes while another one writes.
+        with self.work.turn:
+            totals, counts = self._compute()
+        if not self.kernel.leaves:
+            self._finish_leaf(0, totals)
+        if self.plan.resident:
+            self.work.spare.extend(total for total in totals if isinstance(total, np.ndarray))
+        facts = {**counts, **self.times}
+        self.kernel.ledger.record("item", self.item.number, {**facts, **self.partial_facts})
+        self.checkpoints.clear()
+        return {"item": self.item.number, "peak_rss": machine.peak_rss(), **facts}
+
+    def _compute(self) -> tuple[list[Any], dict[str, int]]:
+        """Sums of all tiles, and what was read; kernels that are kept leaf by leaf are written meanwhile."""
         read_before = self._bytes()
         slabs = self.plan.slabs(self.item.columns)
         n_work = len(slabs) + len(self.item.steps)
@@ -121,13 +140,8 @@ class _Run:
                 self._pause(index, n_work, totals)
                 totals = self._add_step(number, totals)
                 self._checkpoint(index + 1, n_work, totals)
-        if not self.kernel.leaves:
-            self._finish_leaf(0, totals)
         files_read, decoded = (after - before for after, before in zip(self._bytes(), read_before, strict=True))
-        facts = {"bytes_read": files_read, "decoded_bytes": decoded, "slabs": n_work - first, **self.times}
-        self.kernel.ledger.record("item", self.item.number, {**facts, **self.partial_facts})
-        self.checkpoints.clear()
-        return {"item": self.item.number, "peak_rss": machine.peak_rss(), **facts}
+        return totals, {"bytes_read": files_read, "decoded_bytes": decoded, "slabs": n_work - first}
 
     def _add_slabs(self, slabs: list[tuple[int, int]], first: int, totals: list[Any], n_work: int) -> list[Any]:
         """Add products of all columns stored as rows."""
@@ -235,7 +249,15 @@ class _Run:
         return sum(s.files.bytes_read for s in stores), sum(s.decoded_bytes_read for s in stores)
 
     def _zeros(self) -> list[Any]:
-        return [self.engine.zeros(self.plan.tile_shape(i, j)) for i, j in self.tiles]
+        return [self._zero(self.plan.tile_shape(i, j)) for i, j in self.tiles]
+
+    def _zero(self, shape: tuple[int, ...]) -> Any:
+        for n, held in enumerate(self.work.spare):
+            if held.shape == shape:
+                del self.work.spare[n]
+                held.fill(0)
+                return held
+        return self.engine.zeros(shape)
 
     def _add(self, totals: list[Any], operands: list[Any], columns: slice) -> None:
         """Add the product of one slab to every tile of the group."""
@@ -280,7 +302,7 @@ def write_tiles(kernel: Kernel, group: int, leaf: int, tiles: Any) -> None:
     count = 0
     for (i, j), total in tiles:
         tile = symmetrize(kernel.mode, total) if kernel.plan.symmetric and i == j else total
-        records |= kernel.write_tile(leaf, i, j, tile.astype(kernel.dtype, copy=False))
+        records |= kernel.write_tile(leaf, i, j, tile)
         count += 1
     kernel.files.sync_folders(records)
     number = group * len(kernel.layouts) + leaf

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
@@ -56,6 +57,19 @@ def layouts(plan: GramPlan, leaves: Sequence[str], dtype: str) -> list[ArrayLayo
     ]
 
 
+TRANSPOSED = 256
+
+
+def _copy(values: np.ndarray, out: np.ndarray) -> None:
+    """Copy and convert; transposed values in squares that stay in the cache."""
+    if values.flags.c_contiguous or values.ndim < 2:
+        out[...] = values
+        return
+    for a in range(0, values.shape[-2], TRANSPOSED):
+        for b in range(0, values.shape[-1], TRANSPOSED):
+            out[..., a : a + TRANSPOSED, b : b + TRANSPOSED] = values[..., a : a + TRANSPOSED, b : b + TRANSPOSED]
+
+
 class Kernel:
     """A kernel opened for reading.
 
@@ -69,6 +83,7 @@ class Kernel:
 
     def __init__(self, files: Files, where: str) -> None:
         self.files = files
+        self._scratch = threading.local()
         self.path = where
         self.report: dict[str, Any] = {}
         attributes = hierarchy.read_attributes(files, where)
@@ -195,13 +210,22 @@ class Kernel:
             written.append(((j, i), np.swapaxes(tile, -1, -2)))
         records = {}
         for at, values in written:
-            piece = np.full(layout.piece, layout.fill, layout.dtype)
-            piece[tuple(slice(0, n) for n in values.shape)] = values
+            piece = self._piece(layout)
+            if values.shape != layout.piece:
+                piece[...] = layout.fill
+            _copy(values, piece[tuple(slice(0, n) for n in values.shape)])
             encoder = FileEncoder(layout)
             name = layout.file_name(self._grid(*at))
             self.files.write(name, encoder.encode(piece) + encoder.close())
             records[name] = encoder.record().to_list()
         return records
+
+    def _piece(self, layout: ArrayLayout) -> np.ndarray:
+        """Memory of this thread for one piece: fresh pages for every tile cost as much as writing it."""
+        held: np.ndarray | None = getattr(self._scratch, "piece", None)
+        if held is None or held.shape != layout.piece or held.dtype != layout.dtype:
+            held = self._scratch.piece = np.empty(layout.piece, layout.dtype)
+        return held
 
     def _grid(self, i: int, j: int) -> tuple[int, ...]:
         return {"full": (i, j), "trace": (i, j), "diagonal": (0, i, j), "blocks": (i, 0, 0)}[self.mode]

@@ -345,7 +345,10 @@ class _Sizes:
             c, d = self.cols.examples(self.tile, j, j + 1)
             accumulators += self.block_bytes(b - a, d - c)
         edge = min(self.tile, self.rows.n_examples), min(self.tile, self.cols.n_examples)
-        return accumulators + self.tile_copies * self.block_bytes(*edge) + self.io_bytes + self.factors(group)
+        # A tile that is finished by itself is written while the next one is computed.
+        alive = 2 if self.resident else 1
+        tiles = alive * (accumulators + self.tile_copies * self.block_bytes(*edge))
+        return tiles + self.io_bytes + self.factors(group)
 
     def factors(self, group: Group) -> int:
         """Bytes of factors in memory, and of products of pairs of positions on every core."""
