@@ -338,6 +338,7 @@ def _text_plan_build(r: dict[str, Any]) -> str:
             f"memory        {_size(r['memory'])}",
             f"expected      {r['expected_seconds_device']:.3g} s device, {r['expected_seconds_write']:.3g} s writing "
             f"at 500 MB/s, {r['expected_seconds_compile']:.3g} s compiling; they overlap",
+            *_leaf_lines(r["terms"]),
             f"against it    a kernel without a store computes J {r['recompute_passes']:.1f} times in this memory: "
             f"{r['expected_seconds_recompute']:.3g} s against {r['expected_seconds_store']:.3g} s: {verdict}",
         ]
@@ -360,17 +361,28 @@ def _text_plan_gram(r: dict[str, Any]) -> str:
     )
 
 
+def _leaf_lines(table: list[dict[str, Any]]) -> list[str]:
+    """For each leaf its terms, why these, and what is stored for an example instead of its rows."""
+    width = max(len(leaf["path"]) for leaf in table)
+    return [
+        "leaves: terms, numbers an example against those of rows",
+        *(
+            f"  {leaf['path']:{width}}  {'x'.join(map(str, leaf['shape'])):>16}  {'+'.join(leaf['terms']):10} "
+            f"{leaf['numbers']:>12,} of {leaf['numbers_dense']:>12,}  {leaf['why']}"
+            for leaf in table
+        ),
+    ]
+
+
 def _text_info(r: dict[str, Any]) -> str:
     if "store" in r:
-        leaves = [f"  {leaf['path']}  {tuple(leaf['shape'])}  {', '.join(leaf['terms'])}" for leaf in r["leaves"]]
         lines = [
             f"{r['store']}: store, {_rows(r)}",
             f"{r['dtype']}, codecs {', '.join(r['codecs'])}, {_size(r['bytes_stored'])} "
             f"(float32 rows: {_size(r['bytes_dense'])})",
             f"{'complete' if r['complete'] else 'incomplete'}: {r['units_done']} of {r['units_total']} units",
             f"zero rows: {r['zero_rows']}, examples with NaN or infinity: {len(r['nonfinite_examples'])}",
-            "leaves:",
-            *leaves,
+            *_leaf_lines(r["leaves"]),
         ]
         if r["left_out"]:
             lines += ["left out:", *(f"  {path}  {why}" for path, why in r["left_out"])]

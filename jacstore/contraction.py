@@ -95,7 +95,9 @@ def _pair(p: Factored, q: Factored, left: Operands, right: Operands, mode: str, 
         if products_d.shape[:2] == (1, 1):
             part = products_d[0, 0].reshape(n, d.shape[1], m, e.shape[1]) * inside[0, 0][:, None, :, None]
         elif d.shape[1] == 1:
-            part = xp.einsum("tsij,tsij->ij", products_d, inside)[:, None, :, None]
+            # Multiplied in place and summed over whole blocks of pairs: einsum would go number by number.
+            inside *= products_d
+            part = inside.reshape(-1, n, m).sum(0)[:, None, :, None]
         else:
             shaped = products_d.reshape(*products_d.shape[:2], n, d.shape[1], m, e.shape[1])
             part = xp.einsum("tsikjl,tsij->ikjl", shaped, inside)

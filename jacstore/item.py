@@ -27,7 +27,7 @@ from jacstore.errors import Damaged, Interrupted, JacstoreError
 from jacstore.factors import FactorSet
 from jacstore.kernel import Kernel
 from jacstore.pieces import raw
-from jacstore.plan import GramPlan, Group, Item, Step, merge_ranges
+from jacstore.plan import EXPANDED_BYTES, GramPlan, Group, Item, Step, merge_ranges
 from jacstore.progress import CheckpointDone, Listener, SlabDone, silent
 from jacstore.store import JacobianStore
 from jacstore.terms import Dense, Leaf, expand
@@ -407,7 +407,9 @@ def _expanded(leaf: Leaf, sources: list[dict[str, np.ndarray]], plan: GramPlan) 
     names = [term.cotangents for term in terms]
     channels = sources[0][names[0]].shape[-1]
     columns = leaf.size // channels
-    width = max(1, min(channels, plan.slab_columns // columns))
+    # Images are cut into patches anew for every slab: as many channels at once as a modest slab holds.
+    channel_bytes = columns * max(source[names[0]][:, :, 0, 0, 0].nbytes for source in sources)
+    width = max(1, min(channels, max(plan.slab_columns // columns, EXPANDED_BYTES // channel_bytes)))
     for first in range(0, channels, width):
         slabs = []
         for source in sources:

@@ -29,6 +29,8 @@ IO_THREADS = 4
 # Products of pairs of positions are formed in blocks of about this size, several at once.
 PRODUCT_BYTES = 2_000_000
 PRODUCT_COPIES = 12
+# Rows that are formed from factors take about this much at once, or one channel of cotangents if that is more.
+EXPANDED_BYTES = 32_000_000
 
 
 # ---------------------------------------------------------------------------------------------------------------- store
@@ -363,9 +365,11 @@ class _Sizes:
             numbers = max(
                 step.numbers + step.channel_columns * self.n_outputs * self.slab_copies for step in self.steps
             )
+        slabs = 2 * self.slab_copies * EXPANDED_BYTES if any(step.expanded for step in self.steps) else 0
         pairs = max((step.positions * self.n_outputs) ** 2 for step in self.steps) * self.product_itemsize
         # Factors are held as they are read and once more in the order that products want.
-        return 2 * examples * numbers * self.product_itemsize + PRODUCT_COPIES * max(PRODUCT_BYTES, pairs)
+        products = PRODUCT_COPIES * max(PRODUCT_BYTES, pairs)
+        return 2 * examples * numbers * self.product_itemsize + products + slabs
 
     def per_column(self, group: Group) -> int:
         """Bytes that each column of a slab takes."""

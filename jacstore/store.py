@@ -421,9 +421,12 @@ def operand_name(array: str) -> str:
 def leaf_table(leaves: Sequence[Leaf], operands: Sequence[Operand], n_outputs: int) -> list[dict[str, Any]]:
     """For each leaf its path, shape, terms, why these, and numbers stored per example against those of its rows.
 
-    A factor that several leaves share is counted with the first of them.
+    A factor that several leaves share is counted with the largest of them.
     """
     sizes = {operand.name: operand.numbers(n_outputs) for operand in operands}
+    counted = {}
+    for leaf in sorted(leaves, key=lambda leaf: -leaf.size):
+        counted[leaf.path] = sum(sizes.pop(name, 0) for name in leaf.operands)
     table = []
     for leaf in leaves:
         dense = leaf.size * n_outputs
@@ -433,7 +436,7 @@ def leaf_table(leaves: Sequence[Leaf], operands: Sequence[Operand], n_outputs: i
                 "shape": list(leaf.shape),
                 "terms": [term.kind for term in leaf.terms],
                 "why": leaf.why,
-                "numbers": dense if leaf.dense else sum(sizes.pop(name, 0) for name in leaf.operands),
+                "numbers": dense if leaf.dense else counted[leaf.path],
                 "numbers_dense": dense,
             }
         )
