@@ -8,9 +8,11 @@ ends anywhere else, such as a weight inside `scan`, is stored as it is: always r
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -268,18 +270,18 @@ class _Made:
     size: int = 0
     clip: bool = False
 
-    @property
+    @cached_property
     def key(self) -> Any:
         """Equal for operands that are the same numbers in the same order."""
-        return (self.root, self.role, self.shape, self.clip, self.size, self.order())
+        return (self.root, self.role, self.shape, self.clip, self.size, self._order())
 
-    def order(self) -> Any:
-        """Where each number comes from in the root."""
+    def _order(self) -> Any:
+        """Where each number comes from in the root, as a hash."""
         shape = self.root.aval.shape
         if math.prod(shape) > MAX_MAP:
             return self.steps
         moved = _moved(np.arange(math.prod(shape), dtype=np.int32).reshape(shape), self.steps)
-        return moved.reshape(-1).tobytes()
+        return hashlib.blake2b(moved.tobytes(), digest_size=16).digest()
 
     def finish(self, value: Any) -> Any:
         value = _moved(value, self.steps).reshape(self.shape)
