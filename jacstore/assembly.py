@@ -258,7 +258,8 @@ class _Job:
             cols=None if self.cols is None else self.cols.side,
             n_outputs=self.rows.n_outputs,
             n_columns=self.rows.n_columns if alike else self.rows.n_parameters,
-            product_itemsize=engine.slab_dtype.itemsize,
+            # 16-bit slabs may stand beside factors that are held in more digits.
+            product_itemsize=max(engine.slab_dtype.itemsize, engine.factor_dtype.itemsize if steps else 0),
             memory=max(1, memory) * parts,
             workers=self.share * parts,
             tile=self.tile,

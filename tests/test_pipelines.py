@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import headline
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -69,3 +71,9 @@ def test_the_cells_of_a_notebook_run_in_order(tmp_path: Path, notebook: Path) ->
     script.write_text(source)
     run(tmp_path, str(script))
     assert any(cell["outputs"] for cell in cells if cell["cell_type"] == "code"), "save it with its outputs"
+
+
+def test_headline_reads_factors_once_and_agrees_with_plain_gradients(tmp_path):
+    figures = headline.main(["--examples", "40", "--memory", "2GB", "--out", str(tmp_path)])
+    assert figures["passes"] == 1 and figures["largest_error"] <= 1e-6
+    assert figures["smaller"] > 100 and figures["parameters"] == 2_383_370
