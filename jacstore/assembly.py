@@ -236,7 +236,7 @@ class _Job:
         memory = self.memory - self._memory_held()
         parts = self.part[1]
         # Leaves that the two stores hold by different terms can only be compared as rows.
-        alike = self.cols is None or (self.cols.leaves, self.cols.operands) == (self.rows.leaves, self.rows.operands)
+        alike = self.cols is None or _made_alike(self.rows, self.cols)
         stores = [s for s in (self.rows, self.cols) if s is not None]
         steps = (
             plan_steps(
@@ -472,6 +472,12 @@ class _Job:
             seconds = time.perf_counter() - started
         depth = width * (plan.n_outputs if plan.mode == "trace" else 1)
         return 2 * int(np.prod(shape)) * depth / seconds, read
+
+
+def _made_alike(rows: JacobianStore, cols: JacobianStore) -> bool:
+    """Whether two stores hold the same leaves by the same terms of the same operands."""
+    terms = [[leaf.terms for leaf in store.leaves] for store in (rows, cols)]
+    return terms[0] == terms[1] and rows.operands == cols.operands
 
 
 def _relative(store: str, kernel: str) -> str:

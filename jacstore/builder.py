@@ -261,10 +261,16 @@ class _Job:
         if self.options.codec != "auto" or self.out == "memory://":
             return plan, self.options.codec if self.options.codec != "auto" else "none"
         passes = self.compile(plan.unit_size)
-        stop = min(passes.batch_size, plan.unit_size, self.prepared.n_examples)
-        batch = next(self._rows(self.prepared.read(0, stop)))
+        examples = self.prepared.read(0, min(passes.batch_size, plan.unit_size, self.prepared.n_examples))
+        for _ in range(2):
+            # The first run is slower than all others.
+            began = time.perf_counter()
+            batch = next(self._rows(examples))
+            seconds = time.perf_counter() - began
+        size = sum(values.nbytes for values in [*batch.rows, *batch.factors.values()])
+        computing = seconds / size if device().platform == "cpu" else 0.0
         sample = [*batch.rows, *(v.reshape(len(v), 1, -1) for v in batch.factors.values() if v.dtype.kind != "i")]
-        return plan, fastest_codec(sample, disk_speed or measured_disk_speed(Path(self.out).absolute()))
+        return plan, fastest_codec(sample, disk_speed or measured_disk_speed(Path(self.out).absolute()), computing)
 
     def choose(self) -> tuple[str, int]:
         """Codec and unit size for a new store."""

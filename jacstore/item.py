@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -24,13 +24,14 @@ from jacstore.blocks import to_bfloat16
 from jacstore.checkpoints import Checkpoints, write_sums
 from jacstore.engine import BlasEngine, Engine, symmetrize
 from jacstore.errors import Damaged, Interrupted, JacstoreError
+from jacstore.expansion import expanded_slabs
 from jacstore.factors import FactorSet
 from jacstore.kernel import Kernel
 from jacstore.pieces import raw
-from jacstore.plan import EXPANDED_BYTES, GramPlan, Group, Item, Step, merge_ranges
+from jacstore.plan import GramPlan, Group, Item, Step, merge_ranges
 from jacstore.progress import CheckpointDone, Listener, SlabDone, silent
 from jacstore.store import JacobianStore
-from jacstore.terms import Dense, Leaf, expand
+from jacstore.terms import Leaf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +198,14 @@ class _Run:
                 totals = self._zeros()
         for n in step.expanded:
             started = time.perf_counter()
-            for slabs in _expanded(leaves[n], [source for _, source in sources], self.plan):
+            factors = [source for _, source in sources]
+            for slabs in expanded_slabs(
+                leaves[n],
+                factors,
+                self.plan.slab_columns,
+                patches_kept=self.plan.patches_kept,
+                threads=self.work.threads,
+            ):
                 operands = [self.engine.load(self._as_slab(slab)) for slab in slabs]
                 self._add(totals, operands, slice(0, operands[0].shape[-1]))
             self.times["seconds_compute"] += time.perf_counter() - started
@@ -396,29 +404,6 @@ def column_starts(store: JacobianStore, plan: GramPlan) -> list[int]:
     if plan.n_columns == store.n_parameters:
         return [leaf.offset for leaf in store.leaves]
     return [leaf.dense.start if leaf.dense else -1 for leaf in store.leaves]
-
-
-def _expanded(leaf: Leaf, sources: list[dict[str, np.ndarray]], plan: GramPlan) -> Iterator[list[np.ndarray]]:
-    """Rows of a factored leaf `(n, K, w)` for each source, a few channels of cotangents at a time.
-
-    Their order is not that of the leaf's columns; products of rows do not depend on it.
-    """
-    terms = [term for term in leaf.terms if not isinstance(term, Dense)]
-    names = [term.cotangents for term in terms]
-    channels = sources[0][names[0]].shape[-1]
-    columns = leaf.size // channels
-    # Images are cut into patches anew for every slab: as many channels at once as a modest slab holds.
-    channel_bytes = columns * max(source[names[0]][:, :, 0, 0, 0].nbytes for source in sources)
-    width = max(1, min(channels, max(plan.slab_columns // columns, EXPANDED_BYTES // channel_bytes)))
-    for first in range(0, channels, width):
-        slabs = []
-        for source in sources:
-            cut = dict(source)
-            for name in names:
-                cut[name] = source[name][..., first : first + width]
-            count = columns * cut[names[0]].shape[-1]
-            slabs.append(expand(tuple(replace(term, views=()) for term in terms), cut, count))
-        yield slabs
 
 
 def make_engine(

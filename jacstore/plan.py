@@ -183,14 +183,15 @@ class Group:
 class Step:
     """Factored leaves that are contracted together.
 
-    `numbers` of factors are read for each example; `expanded` leaves form `channel_columns` columns of rows a channel;
-    products of the others run over pairs of up to `positions` positions.
+    `numbers` of factors are read for each example; `expanded` leaves form `channel_columns` columns of rows a channel,
+    from up to `patch_numbers` of patches; products of the others run over pairs of up to `positions` positions.
     """
 
     leaves: tuple[int, ...]
     expanded: tuple[int, ...]
     numbers: int
     channel_columns: int
+    patch_numbers: int
     positions: int
     flops_pair: int
     flops_example: int
@@ -230,6 +231,7 @@ class GramPlan:
     steps: tuple[Step, ...] = ()
     split_steps: tuple[tuple[int, ...], ...] = ()
     resident: bool = False
+    patches_kept: bool = False
 
     @property
     def passes(self) -> float:
@@ -326,6 +328,7 @@ class _Sizes:
     io_bytes: int
     steps: tuple[Step, ...]
     resident: bool
+    patches_kept: bool
 
     def block_bytes(self, m: int, n: int) -> int:
         return 8 * math.prod(block_shape(self.mode, m, n, self.n_outputs))
@@ -363,7 +366,10 @@ class _Sizes:
         else:
             examples = sum(stop - start for _, start, stop in self.ranges(group))
             numbers = max(
-                step.numbers + step.channel_columns * self.n_outputs * self.slab_copies for step in self.steps
+                step.numbers
+                + step.channel_columns * self.n_outputs * self.slab_copies
+                + (step.patch_numbers if self.patches_kept else 0)
+                for step in self.steps
             )
         slabs = 2 * self.slab_copies * EXPANDED_BYTES if any(step.expanded for step in self.steps) else 0
         pairs = max((step.positions * self.n_outputs) ** 2 for step in self.steps) * self.product_itemsize
@@ -437,13 +443,14 @@ def plan_gram(
     io_bytes = IO_THREADS * 3 * max(s.unit_size * s.piece_columns * s.itemsize for s in (rows, cols)) * n_outputs
     per_side = math.isqrt(MAX_FILES // len(leaf_borders or [0]))
     tiles = [tile] if tile else _tile_sizes(mode, rows, cols, n_outputs, per_side)
+    variants = [(True, False)] * resident + [(False, True)] * any(s.patch_numbers for s in steps) + [(False, False)]
     best: GramPlan | None = None
     needed = 0
     for size in tiles:
         # Many small tiles cost files and slow products: they are weighed only while nothing fits.
         if best is not None and (best.passes <= 1 or max(rows.tiles(size), cols.tiles(size)) > 40):
             break
-        for held in (True, False) if resident else (False,):
+        for held, patches in variants:
             sizes = _Sizes(
                 mode=mode,
                 symmetric=symmetric,
@@ -457,6 +464,7 @@ def plan_gram(
                 io_bytes=io_bytes,
                 steps=steps,
                 resident=held,
+                patches_kept=patches,
             )
             fits = _fits(sizes, share, min(piece, n_columns))
             found = [
@@ -468,7 +476,7 @@ def plan_gram(
                 # A smaller tile must save a tenth of the reading to be worth its slower products.
                 if best is None or plan.bytes_expected < 0.9 * best.bytes_expected:
                     best = plan
-            if best is not None and best.resident:
+            if best is not None and (best.resident or best.patches_kept):
                 break
             # The worst group of one tile: off the diagonal, with rows on both sides.
             n, m = rows.tiles(sizes.tile), cols.tiles(sizes.tile)
@@ -648,6 +656,7 @@ def _finish(
         steps=sizes.steps,
         split_steps=split_steps,
         resident=sizes.resident,
+        patches_kept=sizes.patches_kept,
     )
     slabs = [slab for columns in splits for slab in plan.slabs(columns)]
     read = 0

@@ -45,6 +45,7 @@ def plan_steps(
                 expanded=expanded,
                 numbers=sum(by_name[name].numbers(n_outputs) for name in sorted(names)),
                 channel_columns=max((channel_columns(leaves[n], by_name) for n in expanded), default=0),
+                patch_numbers=max((_patch_numbers(leaves[n], by_name) for n in expanded), default=0),
                 positions=positions,
                 flops_pair=sum(rows_flops.get(n, costs[n][0]) for n in members),
                 flops_example=sum(costs[n][2] for n in expanded),
@@ -62,6 +63,13 @@ def _cotangents(leaf: Leaf, operands: dict[str, Operand]) -> tuple[int, ...]:
     term = leaf.terms[0]
     assert not isinstance(term, Dense)
     return operands[term.cotangents].shape
+
+
+def _patch_numbers(leaf: Leaf, operands: dict[str, Operand]) -> int:
+    """Numbers of the patches that a leaf's convolutions cut the images of an example into."""
+    terms = [term for term in leaf.terms if isinstance(term, Conv)]
+    positions = sum(operands[term.cotangents].shape[1] for term in terms)
+    return positions * leaf.size // _cotangents(leaf, operands)[2]
 
 
 def _positions(leaf: Leaf, operands: dict[str, Operand]) -> int:

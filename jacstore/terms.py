@@ -142,6 +142,14 @@ class Conv:
             for w, d, t, s in zip(entry, self.dilation, self.positions, self.strides, strict=True)
         )
 
+    def patches(self, images: Any, xp: Any = np) -> Any:
+        """Patches `(n, 1, T, window * C)` of images, for a convolution without groups."""
+        padded = self.padded(images, xp)
+        n, channels = len(images), images.shape[-1]
+        count = images.shape[1] * math.prod(self.positions)
+        cut = [padded[(slice(None), slice(None), *self.slices(entry))] for entry in np.ndindex(*self.window)]
+        return xp.stack([patch.reshape(n, count, channels) for patch in cut], 2).reshape(n, 1, count, -1)
+
     def block(self, operands: Mapping[str, Any], xp: Any = np) -> Any:
         images, d = self.padded(operands[self.inputs], xp), operands[self.cotangents][:, :, 0]
         n, channels = len(images), images.shape[-1]
