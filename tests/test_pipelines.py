@@ -74,6 +74,6 @@ def test_the_cells_of_a_notebook_run_in_order(tmp_path: Path, notebook: Path) ->
 
 
 def test_headline_reads_factors_once_and_agrees_with_plain_gradients(tmp_path):
-    figures = headline.main(["--examples", "40", "--memory", "2GB", "--out", str(tmp_path)])
+    figures = headline.main(["--examples", "40", "--outputs", "all", "--memory", "2GB", "--out", str(tmp_path)])
     assert figures["passes"] == 1 and figures["largest_error"] <= 1e-6
     assert figures["smaller"] > 100 and figures["parameters"] == 2_383_370
