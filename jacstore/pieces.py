@@ -12,7 +12,7 @@ import itertools
 import math
 import operator
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -88,6 +88,17 @@ class ArrayLayout:
                 slice(min(a, size), min(a + p, size)) for a, p, size in zip(corner, self.piece, self.shape, strict=True)
             )
 
+    def pieces_within(self, at: tuple[int, ...], first: int, last: int) -> Iterator[tuple[int, tuple[slice, ...]]]:
+        """Index and region of each piece of a file that holds any of the last axis' columns `first` to `last`.
+
+        Only for arrays whose files are cut along the last axis alone, as those of stores are.
+        """
+        start, width = at[-1] * self.per_file[-1], self.piece[-1]
+        low, high = max(0, first // width - start), min(self.per_file[-1], -(-last // width) - start)
+        narrow = replace(self, per_file=(1,) * len(at))
+        for n in range(low, high):
+            yield n, next(narrow.pieces_of((*at[:-1], start + n)))
+
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
@@ -116,6 +127,22 @@ class FileRecord:
                 offset += size + CHECKSUM_BYTES if size else 0
             return cls(size=operator.index(given[0]), pieces=tuple(pieces))
         except (TypeError, ValueError, IndexError, KeyError):
+            raise Damaged("the record of a file is not readable") from None
+
+    @staticmethod
+    def piece_of(given: list[Any], index: int) -> tuple[int, int, int]:
+        """One piece from compact JSON; the others are only counted.
+
+        Raises
+        ------
+        Damaged
+            If it is not what `to_list` gives.
+        """
+        try:
+            before = given[1][0 : 2 * index : 2]
+            offset = operator.index(sum(before)) + CHECKSUM_BYTES * (len(before) - before.count(0))
+            return offset, operator.index(given[1][2 * index]), operator.index(given[1][2 * index + 1])
+        except (TypeError, IndexError, KeyError, AttributeError):
             raise Damaged("the record of a file is not readable") from None
 
     def index_bytes(self) -> bytes:

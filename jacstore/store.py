@@ -274,19 +274,19 @@ class JacobianStore:
         start, stop, first, last = region
         at = (unit, *[0] * (len(layout.shape) - 2), file)
         name = layout.file_name(at)
-        listed = FileRecord.from_list(self._file_facts(unit, name))
+        listed = self._file_facts(unit, name)
         unit_start = unit * self.unit_size
         a, b = max(start, unit_start), min(stop, unit_start + self.unit_size)
         width = layout.piece[-1]
         piece = self._buffer("piece", layout.piece, layout.dtype)
-        for index, where in enumerate(layout.pieces_of(at)):
+        for index, where in layout.pieces_within(at, first, last):
             left = where[-1].start
             c, d = max(first, left), min(last, where[-1].stop)
             if c >= d:
                 continue
             try:
-                self._read_piece(name, listed.pieces[index], layout, piece)
-            except (Damaged, IndexError) as error:
+                self._read_piece(name, FileRecord.piece_of(listed, index), layout, piece)
+            except Damaged as error:
                 self._suspect(unit)
                 raise self._damaged(unit, layout.name, where[-1], str(error)) from error
             values = piece[a - unit_start : b - unit_start, ..., c - left : d - left]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -125,6 +126,28 @@ def test_every_piece_is_read_back_where_its_record_says(layout):
             decode(memoryview(data)[offset : offset + size], (offset, size, checksum), out, layout, "file")
             found = out[tuple(slice(0, s.stop - s.start) for s in where)]
             np.testing.assert_array_equal(found, values[where])
+
+
+@given(layout=layouts(), data=st.data())
+@quick
+def test_a_range_of_columns_looks_at_its_own_pieces_only(layout, data):
+    layout = replace(layout, per_file=(*[1] * (len(layout.shape) - 1), layout.per_file[-1]))
+    first = data.draw(st.integers(0, layout.shape[-1] - 1))
+    last = data.draw(st.integers(first + 1, layout.shape[-1]))
+    for at in grid(layout):
+        _, record = encoded(layout, at, values_of(layout))
+        listed = json.loads(json.dumps(record.to_list()))
+        wanted = [
+            (index, where)
+            for index, where in enumerate(layout.pieces_of(at))
+            if max(first, where[-1].start) < min(last, where[-1].stop)
+        ]
+        assert list(layout.pieces_within(at, first, last)) == wanted
+        for index, _ in wanted:
+            assert FileRecord.piece_of(listed, index) == record.pieces[index]
+    for damaged in ([], [1], [1, [2, "x"]], [1, 5], None):
+        with pytest.raises(Damaged, match="not readable"):
+            FileRecord.piece_of(damaged, 0)
 
 
 @pytest.mark.parametrize("codec", CODECS)
