@@ -52,7 +52,7 @@ BLOCKS = {"mlp": (32, 128, 512, 2048), "cnn": (16, 64, 256)}
 # Rounding of float32 sums of 10^6 products, in another order in each tool.
 TOLERANCE = 4e-6
 # A step that does not end, or a program that does not compile, is given up after this many times the limit, at least:
-GIVE_UP, PATIENCE = 4, 60.0
+GIVE_UP, PATIENCE = 4, 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +153,10 @@ class Comparison:
             request = {"way": setting.way, "block": setting.block, "seconds": seconds, "kernel": str(path)}
             answer = self.children[setting.tool].ask({**request, "memory": self.memory})
             self.measured.append(Measured(setting=setting, phase=phase, round=number, answer=answer))
-            print(f"{phase} {number}: {setting}: {self.measured[-1].seconds:.3g} s {self.measured[-1].remark}".rstrip())
+            print(
+                f"{phase} {number}: {setting}: {self.measured[-1].seconds:.3g} s {self.measured[-1].remark}".rstrip(),
+                flush=True,
+            )
             if "failed" not in answer:
                 self._compare(setting, np.load(path))
 
@@ -176,25 +179,31 @@ class Comparison:
 def check_kernel(kernel: np.ndarray, reference: np.ndarray, name: str) -> tuple[float, int]:
     """The largest `|A_ij - B_ij| / sqrt(B_ii B_jj)` of the entries that were computed, and examples left out of it.
 
-    A ReLU or a maximum that lies at its kink within rounding falls another way in another order of sums. Then all of an
-    example's entries move, its norm among them: such an example is left out and counted.
+    A ReLU or a maximum that lies at its kink within rounding falls another way in another order of sums, and entries of
+    that example move by far more than rounding. Examples are left out, the one with most such entries first, until none
+    is left, and counted.
 
     Raises
     ------
     Damaged
-        If the rest is not within float32 rounding, or if more than one example in fifty was left out.
+        If more than one example in fifty was left out.
     """
     scale = np.sqrt(np.diag(reference))
-    errors = np.abs(kernel - reference) / (scale[:, None] * scale)
-    flipped = np.diag(errors) > TOLERANCE
-    rest = errors[np.ix_(~flipped, ~flipped)]
-    largest, flips = float(np.nanmax(rest)), int(flipped.sum())
-    if largest > TOLERANCE or flips > max(1, len(kernel) // 50):
+    errors = np.nan_to_num(np.abs(kernel - reference) / (scale[:, None] * scale), nan=0.0)
+    beyond = errors > TOLERANCE
+    kinks = 0
+    while beyond.any():
+        worst = int(beyond.sum(0).argmax())
+        beyond[worst], beyond[:, worst] = False, False
+        errors[worst], errors[:, worst] = 0.0, 0.0
+        kinks += 1
+    largest = float(errors.max())
+    if kinks > max(1, len(kernel) // 50):
         raise Damaged(
-            f"{name}: kernel differs from jacstore's by {largest:.2g} of sqrt(G_ii G_jj), allowed {TOLERANCE:.0e}; "
-            f"{flips} of {len(kernel)} examples left out as at a kink"
+            f"{name}: kernel differs from jacstore's by more than {TOLERANCE:.0e} of sqrt(G_ii G_jj) in entries of "
+            f"{kinks} of {len(kernel)} examples, allowed one in fifty"
         )
-    return largest, flips
+    return largest, kinks
 
 
 def write_network(path: Path, net: str, examples: int, small: bool) -> None:
@@ -227,7 +236,7 @@ def summary(comparison: Comparison, finals: list[Setting]) -> list[dict[str, Any
     rows = []
     for setting in finals:
         runs = comparison.of(setting, "round")
-        error, flips = comparison.errors[setting]
+        error, kinks = comparison.errors[setting]
         rows.append(
             {
                 "tool": setting.tool,
@@ -240,7 +249,7 @@ def summary(comparison: Comparison, finals: list[Setting]) -> list[dict[str, Any
                 ),
                 "peak": max(m.answer.get("peak_bytes", 0) for m in runs),
                 "largest_error": error,
-                "flips": flips,
+                "kinks": kinks,
                 "extrapolated": not all(m.whole for m in runs),
                 "remark": "; ".join(sorted({m.remark for m in runs} - {""})),
             }
@@ -269,11 +278,11 @@ def show(title: str, rows: list[dict[str, Any]], swept: list[Measured]) -> None:
             f"{row['tool']} {row['way']}",
             f"{row['block'] or ''}",
             f"{row['seconds']:.3g}",
-            f"{row['ratio']:.1f}",
+            f"{row['ratio']:.3g}",
             f"{row['compile']:.1f}",
             format_size(row["peak"]),
             f"{row['largest_error']:.0e}",
-            f"{row['flips']}",
+            f"{row['kinks']}",
             row["remark"],
         )
         for row in rows
@@ -289,7 +298,7 @@ def draw(path: Path, title: str, rows: list[dict[str, Any]]) -> None:
     for place, row in enumerate(rows):
         hatch = "//" if row["extrapolated"] else None
         axes.barh(place, row["seconds"], color=colours[row["tool"]], hatch=hatch, edgecolor="white")
-        axes.text(row["seconds"], place, f"  {row['seconds']:.3g} s, {row['ratio']:.1f} x", va="center")
+        axes.text(row["seconds"], place, f"  {row['seconds']:.3g} s, {row['ratio']:.3g} x", va="center")
     axes.set_yticks(
         range(len(rows)),
         [
@@ -375,7 +384,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     draw(given.out / f"peers-{given.net}.png", title, rows)
     figures = {"net": given.net, "examples": n, "rows": rows, "ratios": ratios(rows)}
     for name, ratio in figures["ratios"].items():
-        print(f"best of {name} takes {ratio:.1f} times as long as jacstore in RAM")
+        print(f"best of {name} takes {ratio:.3g} times as long as jacstore in RAM")
     print(json.dumps(figures))
     return figures
 
