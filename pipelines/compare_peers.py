@@ -8,10 +8,12 @@ peers' interpreters are those of environments of their own, made for example by
     python3.11 -m venv NT && NT/bin/pip install jax==0.4.23 jaxlib==0.4.23 "numpy<2" "scipy<1.13" neural-tangents==0.6.5
     python3.11 -m venv TORCH && TORCH/bin/pip install torch==2.13.0 numpy
 
-A sweep runs every way of every tool at every block size, each up to --sweep-seconds. The fastest block size of each way
-then runs in alternating rounds, each up to --seconds; medians are printed. Whatever was stopped by these limits was
-extrapolated from the blocks that were finished, and the table says by how many of how many. Compile time is apart.
-All kernels are compared entry by entry.
+A sweep runs every way of every tool at every block size once, each up to --sweep-seconds. Then alternating rounds: both
+ways of jacstore, and of each peer the fastest way with every other one that was at most five times slower, each at its
+fastest block size and up to --seconds; medians are printed. Whatever was stopped by these limits was extrapolated from
+the blocks that were finished, and the table says from how many of how many. Compile time is apart; "once" is a first
+run, with it. All kernels are compared entry by entry. The sweep is kept in the CSV and not repeated: delete it to start
+anew.
 """
 
 from __future__ import annotations
@@ -19,11 +21,8 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import os
-import selectors
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -36,10 +35,10 @@ from matplotlib.figure import Figure
 
 import headline
 from common import leave, table
-from jacstore.errors import Damaged, Refused
+from jacstore.errors import Refused
 from jacstore.machine import available_memory, format_size, parse_size
+from peers.child import Child, Measured, Setting, check_kernel
 
-CHILDREN = Path(__file__).resolve().parent / "peers"
 TOOLS = ("jacstore", "neural-tangents", "torch.func")
 SCRIPTS = {"jacstore": "with_jacstore.py", "neural-tangents": "with_neural_tangents.py", "torch.func": "with_torch.py"}
 WAYS = {
@@ -49,89 +48,18 @@ WAYS = {
 }
 EXAMPLES = {"mlp": 2048, "cnn": 512}
 BLOCKS = {"mlp": (32, 128, 512, 2048), "cnn": (16, 64, 256)}
-# Rounding of float32 sums of 10^6 products, in another order in each tool.
-TOLERANCE = 4e-6
-# A step that does not end, or a program that does not compile, is given up after this many times the limit, at least:
-GIVE_UP, PATIENCE = 4, 30.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """One way of one tool at one block size; 0 where the tool chooses its own."""
-
-    tool: str
-    way: str
-    block: int
-
-    def __str__(self) -> str:
-        return f"{self.tool} {self.way}" + (f", blocks of {self.block}" if self.block else "")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """What a setting answered in one round."""
-
-    setting: Setting
-    phase: str
-    round: int
-    answer: dict[str, Any]
-
-    @property
-    def seconds(self) -> float:
-        return float(self.answer.get("seconds", np.inf))
-
-    @property
-    def whole(self) -> bool:
-        """Whether every block was computed, so that nothing was extrapolated."""
-        return "failed" not in self.answer and self.answer["products_done"] == self.answer["products"]
-
-    @property
-    def remark(self) -> str:
-        if "failed" in self.answer:
-            return str(self.answer["failed"])
-        return "" if self.whole else f"extrapolated from {self.answer['products_done']} of {self.answer['products']}"
-
-
-class Child:
-    """A tool in its own interpreter, asked by lines of JSON; started again when it died."""
-
-    def __init__(self, interpreter: str, script: str, network: Path, memory: int) -> None:
-        self.command = [interpreter, str(CHILDREN / script), str(network), "--memory", str(memory)]
-        self.process: subprocess.Popen[str] | None = None
-
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The answer, or what kept it from coming."""
-        process = self.process = self.process or self._start()
-        assert process.stdin is not None and process.stdout is not None
-        limit = max(PATIENCE, GIVE_UP * request["seconds"])
-        line = ""
-        try:
-            print(json.dumps(request), file=process.stdin, flush=True)
-            with selectors.DefaultSelector() as selector:
-                selector.register(process.stdout, selectors.EVENT_READ)
-                if not selector.select(limit):
-                    self.close()
-                    return {"failed": f"not one block within {limit:.0f} s"}
-            line = process.stdout.readline()
-        except BrokenPipeError:
-            pass
-        if line:
-            return dict(json.loads(line))
-        self.close()
-        return {"failed": f"out of memory or crashed (exit status {process.returncode})"}
-
-    def _start(self) -> subprocess.Popen[str]:
-        paths = (str(CHILDREN.parent), str(CHILDREN.parent.parent), os.environ.get("PYTHONPATH", ""))
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "JAX_PLATFORMS": "cpu"}
-        return subprocess.Popen(
-            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True, bufsize=1
-        )
-
-    def close(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.communicate()
-            self.process = None
+# Ways of a peer that the sweep found slower than its fastest by more than this stay out of the rounds.
+NEAR = 5.0
+FACTS = (
+    "seconds",
+    "seconds_measured",
+    "seconds_compile",
+    "seconds_build",
+    "products_done",
+    "products",
+    "peak_bytes",
+    "failed",
+)
 
 
 @dataclass(kw_only=True)
@@ -142,7 +70,6 @@ class Comparison:
     folder: Path
     memory: int
     measured: list[Measured] = field(default_factory=list)
-    errors: dict[Setting, tuple[float, int]] = field(default_factory=dict)
     reference: np.ndarray | None = None
 
     def run(self, settings: Iterable[Setting], phase: str, number: int, seconds: float) -> None:
@@ -152,58 +79,31 @@ class Comparison:
             path.unlink(missing_ok=True)
             request = {"way": setting.way, "block": setting.block, "seconds": seconds, "kernel": str(path)}
             answer = self.children[setting.tool].ask({**request, "memory": self.memory})
-            self.measured.append(Measured(setting=setting, phase=phase, round=number, answer=answer))
-            print(
-                f"{phase} {number}: {setting}: {self.measured[-1].seconds:.3g} s {self.measured[-1].remark}".rstrip(),
-                flush=True,
-            )
             if "failed" not in answer:
-                self._compare(setting, np.load(path))
-
-    def _compare(self, setting: Setting, kernel: np.ndarray) -> None:
-        if self.reference is None:
-            self.reference = kernel.astype(np.float64)
-        self.errors[setting] = check_kernel(kernel, self.reference, str(setting))
+                kernel = np.load(path)
+                if self.reference is None:
+                    self.reference = kernel.astype(np.float64)
+                answer["largest_error"], answer["kinks"] = check_kernel(kernel, self.reference, str(setting))
+            self.measured.append(Measured(setting=setting, phase=phase, round=number, answer=answer))
+            print(f"{phase} {number}: {setting}: {self.measured[-1].seconds:.3g} s {self.measured[-1].remark}".rstrip())
 
     def of(self, setting: Setting, phase: str) -> list[Measured]:
         return [m for m in self.measured if m.setting == setting and m.phase == phase]
 
-    def fastest_block(self, tool: str, way: str) -> Setting | None:
-        """The setting of a way that the sweep found fastest; None if all failed."""
-        swept = [
-            m for m in self.measured if (m.setting.tool, m.setting.way) == (tool, way) and "failed" not in m.answer
-        ]
-        return min(swept, key=lambda m: m.seconds).setting if swept else None
+    def fastest(self) -> list[Measured]:
+        """Of each way the run of the sweep at its fastest block size, where one ended."""
+        found: dict[tuple[str, str], Measured] = {}
+        for m in self.measured:
+            way = (m.setting.tool, m.setting.way)
+            if m.phase == "sweep" and np.isfinite(m.seconds) and (way not in found or m.seconds < found[way].seconds):
+                found[way] = m
+        return list(found.values())
 
-
-def check_kernel(kernel: np.ndarray, reference: np.ndarray, name: str) -> tuple[float, int]:
-    """The largest `|A_ij - B_ij| / sqrt(B_ii B_jj)` of the entries that were computed, and examples left out of it.
-
-    A ReLU or a maximum that lies at its kink within rounding falls another way in another order of sums, and entries of
-    that example move by far more than rounding. Examples are left out, the one with most such entries first, until none
-    is left, and counted.
-
-    Raises
-    ------
-    Damaged
-        If more than one example in fifty was left out.
-    """
-    scale = np.sqrt(np.diag(reference))
-    errors = np.nan_to_num(np.abs(kernel - reference) / (scale[:, None] * scale), nan=0.0)
-    beyond = errors > TOLERANCE
-    kinks = 0
-    while beyond.any():
-        worst = int(beyond.sum(0).argmax())
-        beyond[worst], beyond[:, worst] = False, False
-        errors[worst], errors[:, worst] = 0.0, 0.0
-        kinks += 1
-    largest = float(errors.max())
-    if kinks > max(1, len(kernel) // 50):
-        raise Damaged(
-            f"{name}: kernel differs from jacstore's by more than {TOLERANCE:.0e} of sqrt(G_ii G_jj) in entries of "
-            f"{kinks} of {len(kernel)} examples, allowed one in fifty"
-        )
-    return largest, kinks
+    def finals(self) -> list[Setting]:
+        """What runs in the rounds."""
+        best = self.fastest()
+        least = {m.setting.tool: min(x.seconds for x in best if x.setting.tool == m.setting.tool) for m in best}
+        return [m.setting for m in best if m.setting.tool == "jacstore" or m.seconds <= NEAR * least[m.setting.tool]]
 
 
 def write_network(path: Path, net: str, examples: int, small: bool) -> None:
@@ -220,38 +120,61 @@ def write_network(path: Path, net: str, examples: int, small: bool) -> None:
     np.savez(path, net=net, inputs=inputs, **arrays)
 
 
-def write_csv(path: Path, measured: Sequence[Measured]) -> None:
-    facts = ("seconds", "seconds_measured", "seconds_compile", "seconds_build", "products_done", "products")
+def write_csv(path: Path, net: str, n: int, measured: Sequence[Measured]) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["phase", "round", "tool", "way", "block", *facts, "peak_bytes", "remark"])
+        writer.writerow(["net", "examples", "phase", "round", "tool", "way", "block", *FACTS, "largest_error", "kinks"])
         for m in measured:
-            known = [m.answer.get(fact, "") for fact in (*facts, "peak_bytes")]
-            writer.writerow([m.phase, m.round, m.setting.tool, m.setting.way, m.setting.block, *known, m.remark])
+            known = [m.answer.get(fact, "") for fact in (*FACTS, "largest_error", "kinks")]
+            writer.writerow([net, n, m.phase, m.round, m.setting.tool, m.setting.way, m.setting.block, *known])
+
+
+def read_sweep(path: Path, net: str, n: int) -> list[Measured]:
+    """Runs of an earlier sweep of the same network."""
+    if not path.exists():
+        return []
+    found = []
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            if (row["net"], row["examples"], row["phase"]) != (net, str(n), "sweep"):
+                continue
+            answer = {
+                fact: row[fact] if fact == "failed" else float(row[fact])
+                for fact in (*FACTS, "largest_error", "kinks")
+                if row[fact]
+            }
+            setting = Setting(tool=row["tool"], way=row["way"], block=int(row["block"]))
+            found.append(Measured(setting=setting, phase="sweep", round=1, answer=answer))
+    return found
 
 
 def summary(comparison: Comparison, finals: list[Setting]) -> list[dict[str, Any]]:
-    """Medians of the alternating rounds, one row a setting, with the ratio to jacstore in RAM of the same round."""
-    base = [m.seconds for m in comparison.of(finals[0], "round")]
+    """One row a way: medians of the rounds, or the one run of the sweep; ratios are to jacstore in RAM, same round."""
     rows = []
-    for setting in finals:
-        runs = comparison.of(setting, "round")
-        error, kinks = comparison.errors[setting]
+    base = [m.seconds for m in comparison.of(finals[0], "round")]
+    for swept in comparison.fastest():
+        setting, rounds = swept.setting, comparison.of(swept.setting, "round")
+        runs = rounds or [swept]
+        ratios = [m.seconds / b for m, b in zip(rounds, base, strict=True)] or [swept.seconds / statistics.median(base)]
+        seconds = statistics.median(m.seconds for m in runs)
+        remarks = sorted({m.remark for m in runs} - {""}) + ([] if rounds else ["swept once"])
+        known = [m.answer for m in runs if "failed" not in m.answer]
+        # A program that was compiled in the sweep is not compiled again in the rounds.
+        compiling = max(m.answer.get("seconds_compile", 0.0) for m in [swept, *rounds])
         rows.append(
             {
                 "tool": setting.tool,
                 "way": setting.way,
                 "block": setting.block,
-                "seconds": statistics.median(m.seconds for m in runs),
-                "ratio": statistics.median(m.seconds / b for m, b in zip(runs, base, strict=True)),
-                "compile": max(
-                    m.answer.get("seconds_compile", 0.0) for m in comparison.measured if m.setting == setting
-                ),
-                "peak": max(m.answer.get("peak_bytes", 0) for m in runs),
-                "largest_error": error,
-                "kinks": kinks,
+                "seconds": seconds,
+                "ratio": statistics.median(ratios),
+                "compile": compiling,
+                "once": seconds + compiling,
+                "peak": max((a["peak_bytes"] for a in known), default=0),
+                "largest_error": max((a["largest_error"] for a in known), default=np.nan),
+                "kinks": max((a["kinks"] for a in known), default=0),
                 "extrapolated": not all(m.whole for m in runs),
-                "remark": "; ".join(sorted({m.remark for m in runs} - {""})),
+                "remark": "; ".join(remarks),
             }
         )
     return rows
@@ -259,7 +182,7 @@ def summary(comparison: Comparison, finals: list[Setting]) -> list[dict[str, Any
 
 def show(title: str, rows: list[dict[str, Any]], swept: list[Measured]) -> None:
     """Print the sweep and the medians."""
-    head = ("swept", "block", "seconds", "compile s", "peak", "")
+    head: tuple[str, ...] = ("", "block", "seconds", "compile s", "peak", "")
     sweep = [
         (
             f"{m.setting.tool} {m.setting.way}",
@@ -272,17 +195,17 @@ def show(title: str, rows: list[dict[str, Any]], swept: list[Measured]) -> None:
         for m in swept
     ]
     table(f"{title}: the sweep", [head, *sweep])
-    head = ("", "block", "seconds", "x jacstore", "compile s", "peak", "error", "kinks", "")
+    head = ("", "block", "seconds", "x jacstore", "once s", "peak", "error", "kinks", "")
     lines = [
         (
             f"{row['tool']} {row['way']}",
             f"{row['block'] or ''}",
             f"{row['seconds']:.3g}",
             f"{row['ratio']:.3g}",
-            f"{row['compile']:.1f}",
+            f"{row['once']:.3g}",
             format_size(row["peak"]),
             f"{row['largest_error']:.0e}",
-            f"{row['kinks']}",
+            f"{row['kinks']:.0f}",
             row["remark"],
         )
         for row in rows
@@ -339,7 +262,7 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--blocks", type=int, nargs="+", help="block sizes to sweep; those that do not divide N are left out"
     )
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="0: the sweep alone")
     parser.add_argument("--seconds", type=float, default=30.0, help="limit of one setting in a round")
     parser.add_argument("--sweep-seconds", type=float, default=6.0, help="limit of one setting in the sweep")
     parser.add_argument(
@@ -364,24 +287,36 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     network = folder / "network.npz"
     write_network(network, given.net, n, given.small)
     children = {tool: Child(i, SCRIPTS[tool], network, memory) for tool, i in interpreters.items() if i}
-    comparison = Comparison(children=children, folder=folder, memory=memory)
-    ways = [(tool, way) for tool in children for way in WAYS[tool]]
+    kept = given.out / f"peers-{given.net}{'-small' if given.small else ''}.csv"
+    comparison = Comparison(children=children, folder=folder, memory=memory, measured=read_sweep(kept, given.net, n))
+    known = {m.setting for m in comparison.measured}
+    wanted = [
+        Setting(tool=tool, way=way, block=block)
+        for tool in children
+        for way in WAYS[tool]
+        for block in ([0] if tool == "jacstore" else blocks)
+    ]
+    comparison.measured = [m for m in comparison.measured if m.setting in wanted]
     try:
-        for tool, way in ways:
-            swept = [Setting(tool=tool, way=way, block=b) for b in ([0] if tool == "jacstore" else blocks)]
-            comparison.run(swept, "sweep", 1, given.sweep_seconds)
-        finals = [found for tool, way in ways if (found := comparison.fastest_block(tool, way))]
+        # jacstore's kernel comes first: the others are compared with it.
+        fresh = [s for s in wanted if s not in known or s.tool == "jacstore"]
+        comparison.measured = [m for m in comparison.measured if m.setting not in fresh]
+        comparison.run(fresh, "sweep", 1, given.sweep_seconds)
+        finals = comparison.finals()
         for number in range(1, given.rounds + 1):
             comparison.run(finals, "round", number, given.seconds)
     finally:
         for child in children.values():
             child.close()
         shutil.rmtree(folder)
-        write_csv(given.out / f"peers-{given.net}.csv", comparison.measured)
+        write_csv(kept, given.net, n, comparison.measured)
+    if not given.rounds:
+        print(f"swept; kept in {kept}")
+        return {"net": given.net, "examples": n}
     rows = summary(comparison, finals)
     title = f"{given.net}{' (small)' if given.small else ''}, N = {n:,}, summed output, float32"
     show(title, rows, [m for m in comparison.measured if m.phase == "sweep"])
-    draw(given.out / f"peers-{given.net}.png", title, rows)
+    draw(kept.with_suffix(".png"), title, rows)
     figures = {"net": given.net, "examples": n, "rows": rows, "ratios": ratios(rows)}
     for name, ratio in figures["ratios"].items():
         print(f"best of {name} takes {ratio:.3g} times as long as jacstore in RAM")

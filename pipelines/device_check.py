@@ -23,6 +23,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -255,8 +256,15 @@ def tf32(run: Run) -> dict[str, Any]:
 
 def factored(run: Run) -> dict[str, Any]:
     """The headline MLP, float32, factors in RAM: build and gram, and random entries against float64."""
-    n = 128 if run.small else 30_000
-    return throughput(run, headline.problem("mlp", n, None), "float32", "auto", "float32")
+    return throughput(run, network(run, 128 if run.small else 30_000), "float32", "auto", "float32")
+
+
+def network(run: Run, examples: int) -> jacstore.Problem:
+    """The headline MLP at normal inputs, or a narrow one."""
+    problem = headline.problem("mlp", examples, None)
+    if not run.small:
+        return problem
+    return replace(problem, params=headline.mlp_params(widths=(784, 48, 32, 10)))
 
 
 def dense(run: Run) -> dict[str, Any]:
@@ -271,7 +279,7 @@ def float32(run: Run) -> dict[str, Any]:
 
 def that_fits(run: Run, wanted: int, dtype: str) -> jacstore.Problem:
     """The headline MLP on as many examples as half the memory holds and a small build says there is time for."""
-    first = headline.problem("mlp", 16 if run.small else 256, None)
+    first = network(run, 64 if run.small else 256)
     if run.small:
         return first
     began = time.perf_counter()
@@ -283,7 +291,7 @@ def that_fits(run: Run, wanted: int, dtype: str) -> jacstore.Problem:
     by_memory = memory() // 2 // (store.n_parameters * (2 if dtype == "bfloat16" else 4))
     examples = max(n, min(wanted, by_time, by_memory) // 256 * 256 if min(by_time, by_memory) < wanted else wanted)
     run.note(f"{examples} examples ({by_time} by time, {by_memory} by memory)")
-    return headline.problem("mlp", examples, None)
+    return network(run, examples)
 
 
 def memory() -> int:

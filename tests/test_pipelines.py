@@ -11,7 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import compare_peers
+import device_check
 import headline
+from jacstore.errors import Damaged
+from peers import child, serve
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -77,3 +81,100 @@ def test_headline_reads_factors_once_and_agrees_with_plain_gradients(tmp_path):
     figures = headline.main(["--examples", "40", "--outputs", "all", "--memory", "2GB", "--out", str(tmp_path)])
     assert figures["passes"] == 1 and figures["largest_error"] <= 1e-6
     assert figures["smaller"] > 100 and figures["parameters"] == 2_383_370
+
+
+def test_device_check_runs_small_and_its_checks_hold(tmp_path: Path) -> None:
+    printed = run(tmp_path, str(ROOT / "pipelines" / "device_check.py"), "--small")
+    figures = json.loads(printed)
+    assert figures["ok"] and not figures["failed"] and not figures["skipped"]
+    assert figures["factored"]["passes"] == figures["dense"]["passes"] == 1
+    # What the guard would find if products were of 16 bits.
+    errors = figures["tf32"]["largest_errors"]
+    assert errors["fast"] > 10 * device_check.SPOILED > 10 * errors["dense"]
+
+
+def test_device_check_ends_within_its_time_and_names_what_it_left_out(tmp_path: Path) -> None:
+    printed = run(tmp_path, str(ROOT / "pipelines" / "device_check.py"), "--small", "--minutes", "0.2")
+    figures = json.loads(printed)
+    assert figures["skipped"].keys() & {"engines", "tf32", "factored", "dense", "float32"}
+
+
+def test_compare_peers_measures_jacstore_alone_and_keeps_the_sweep(tmp_path: Path) -> None:
+    words = (str(ROOT / "pipelines" / "compare_peers.py"), "--small", "--net", "cnn", "--out", "out")
+    assert "swept" in run(tmp_path, *words, "--rounds", "0")
+    figures = json.loads(run(tmp_path, *words, "--rounds", "1").splitlines()[-1])
+    assert {row["way"] for row in figures["rows"]} == {"RAM", "disk"}
+    assert all(row["seconds"] > 0 and row["largest_error"] == 0 for row in figures["rows"])
+    assert (tmp_path / "out" / "peers-cnn-small.png").stat().st_size > 5_000
+    lines = (tmp_path / "out" / "peers-cnn-small.csv").read_text().splitlines()
+    assert len(lines) == 5
+
+
+PEERS = {"--neural-tangents": "JACSTORE_NEURAL_TANGENTS", "--torch": "JACSTORE_TORCH"}
+
+
+@pytest.mark.parametrize("net", ["mlp", "cnn"])
+@pytest.mark.parametrize("option", PEERS)
+def test_peers_compute_the_kernel_that_jacstore_does(tmp_path: Path, option: str, net: str) -> None:
+    interpreter = os.environ.get(PEERS[option])
+    if not interpreter:
+        pytest.skip(f"{PEERS[option]} names no interpreter")
+    words = ("--small", "--net", net, "--rounds", "1", "--out", str(tmp_path), option, interpreter)
+    figures = json.loads(run(tmp_path, str(ROOT / "pipelines" / "compare_peers.py"), *words).splitlines()[-1])
+    theirs = [row for row in figures["rows"] if row["tool"] != "jacstore"]
+    assert {row["way"] for row in theirs} == set(compare_peers.WAYS[theirs[0]["tool"]])
+    assert all(row["largest_error"] < 4e-6 and row["kinks"] == 0 for row in theirs)
+
+
+class Rows:
+    """A tool whose Jacobian is given; counts how often it was asked for rows."""
+
+    def __init__(self, rows: np.ndarray) -> None:
+        self.given, self.asked = rows, 0
+
+    def rows(self, examples: slice) -> np.ndarray:
+        self.asked += 1
+        return self.given[examples]
+
+    def product(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        return left @ right.T
+
+
+@pytest.mark.parametrize("way", ["again", "kept"])
+def test_a_peer_is_asked_for_each_block_on_and_above_the_diagonal_once(tmp_path: Path, way: str) -> None:
+    tool = Rows(np.random.default_rng(0).standard_normal((12, 5), np.float32))
+    request = {"way": way, "block": 4, "seconds": 60, "kernel": str(tmp_path / "kernel.npy")}
+    answer = serve.measure(tool, 12, request)
+    assert answer["products_done"] == answer["products"] == 6
+    assert tool.asked == serve.totals(12, 4, way == "kept")["rows"] == (3 if way == "kept" else 6)
+    assert np.allclose(np.load(tmp_path / "kernel.npy"), tool.given @ tool.given.T, rtol=1e-5)
+
+
+def test_a_peer_out_of_time_is_extrapolated_from_the_blocks_it_finished(tmp_path: Path) -> None:
+    tool = Rows(np.ones((12, 5), np.float32))
+    request = {"way": "again", "block": 4, "seconds": 0, "kernel": str(tmp_path / "kernel.npy")}
+    answer = serve.measure(tool, 12, request)
+    assert (answer["products_done"], answer["products"]) == (1, 6)
+    assert answer["seconds"] == pytest.approx(6 * answer["seconds_measured"])
+    assert np.isnan(np.load(tmp_path / "kernel.npy")).sum() == 144 - 16
+
+
+def test_a_peer_that_crashes_or_never_answers_is_recorded_as_such(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(child, "PATIENCE", 0.5)
+    for program, said in (("raise SystemExit(7)", "exit status 7"), ("input(); input()", "not one block within")):
+        script = tmp_path / "script.py"
+        script.write_text(program)
+        tool = child.Child(sys.executable, str(script), tmp_path / "network.npz", 10**9)
+        assert said in tool.ask({"seconds": 0.1})["failed"]
+
+
+def test_kernels_that_differ_are_refused_and_examples_at_a_kink_are_counted() -> None:
+    rows = np.random.default_rng(0).standard_normal((60, 8))
+    kernel = rows @ rows.T
+    moved = kernel.copy()
+    moved[3] += 1e-3
+    moved[:, 3] += 1e-3
+    largest, kinks = child.check_kernel(moved.astype(np.float32), kernel, "moved")
+    assert largest < child.TOLERANCE and kinks == 1
+    with pytest.raises(Damaged, match="60 examples"):
+        child.check_kernel(1.001 * kernel, kernel, "scaled")
