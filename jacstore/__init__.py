@@ -10,17 +10,21 @@ if TYPE_CHECKING:
     from jacstore.assembly import open_path as open
     from jacstore.builder import build, ntk
     from jacstore.errors import JacstoreError
+    from jacstore.factoring import spectrum
     from jacstore.kernel import Kernel
     from jacstore.lazy import lazy_kernel
     from jacstore.problem import Problem
+    from jacstore.solve import KernelFactor
     from jacstore.store import JacobianStore
     from jacstore.target import load_target
+    from jacstore.weighting import weighted
     from jacstore.writer import StoreWriter
 
 __all__ = [
     "JacobianStore",
     "JacstoreError",
     "Kernel",
+    "KernelFactor",
     "Problem",
     "StoreWriter",
     "build",
@@ -29,6 +33,8 @@ __all__ = [
     "load_target",
     "ntk",
     "open",
+    "spectrum",
+    "weighted",
 ]
 __version__ = "0.1.0"
 
@@ -45,6 +51,9 @@ _HOMES = {
     "load_target": "target",
     "ntk": "builder",
     "open": "assembly.open_path",
+    "KernelFactor": "solve",
+    "spectrum": "factoring",
+    "weighted": "weighting",
 }
 
 

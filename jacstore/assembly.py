@@ -23,7 +23,7 @@ from jacstore.engine import PRECISIONS
 from jacstore.errors import Locked, Refused
 from jacstore.files import Files, Folder
 from jacstore.item import Work, common_dtype, finish_group, make_engine, partial_name
-from jacstore.kernel import LEAVES, WHOLE, Kernel, expected_bytes, layouts
+from jacstore.kernel import FACTORS, LEAVES, WHOLE, Kernel, expected_bytes, layouts
 from jacstore.lazy import as_store, check_mode, default_precision, refuse_unlike
 from jacstore.ledger import Lock, compare_requested, sweep
 from jacstore.machine import format_size, parse_size
@@ -32,7 +32,7 @@ from jacstore.progress import Listener, Started, silent
 from jacstore.steps import plan_steps
 from jacstore.store import JacobianStore, open_store, operand_array
 
-KNOWN = (WHOLE, LEAVES, "partials", "checkpoints")
+KNOWN = (WHOLE, LEAVES, FACTORS, "partials", "checkpoints")
 # Locks on the final sums of groups, numbered apart from items.
 FINISH = 1_000_000
 

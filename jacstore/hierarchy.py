@@ -60,6 +60,18 @@ def create(
         files.publish(ROOT, json.dumps({"attributes": attributes}).encode())
 
 
+def add(files: Folder, group: str, layouts: Sequence[ArrayLayout]) -> None:
+    """Make arrays anew below a group of a finished store or kernel; their names begin with the group's."""
+    try:
+        if files.size(f"{group}/{ROOT}") is None:
+            zarr.create_group(files.root / group, zarr_format=3)
+        for layout in layouts:
+            _create_array(files.root, layout)
+        _flush_metadata(files.root / group)
+    except OSError as error:
+        raise explain(error, files.root / group, 0) from error
+
+
 def _create_array(root: Path, layout: ArrayLayout) -> None:
     compressors: list[Any] = []
     if layout.codec != "none":

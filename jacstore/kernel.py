@@ -27,6 +27,8 @@ DIMENSIONS = {
     "blocks": ("example", "output", "other_output"),
 }
 WHOLE, LEAVES = "kernel", "leaves"
+# What solvers keep beside the kernel; see `factor_files`.
+FACTORS = "factors"
 
 
 def array_names(leaves: Sequence[str]) -> list[str]:

@@ -1,0 +1,152 @@
+"""In: the factorization of a kernel on disk. Out: it in the kernel's folder, used again while the kernel's bytes last.
+
+Plain Zarr arrays below `factors`, in squares, each checked against a record that names the kernel by its request and
+by the checksums of its tiles. One Cholesky factor is kept (of the last alpha) and one eigendecomposition.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jacstore import hierarchy, machine
+from jacstore.errors import Damaged, Locked, Refused
+from jacstore.files import Folder
+from jacstore.kernel import FACTORS, Kernel
+from jacstore.ledger import Lock, sweep
+from jacstore.machine import format_size
+from jacstore.pieces import ArrayLayout, FileEncoder, FileRecord, decode, raw
+from jacstore.progress import silent
+
+SQUARE = 2048
+NUMBER = 0  # of the one record of each kind
+# Range of the locks, apart from those of items and groups, so that starting a kernel anew waits for nobody's factor.
+LOCK = {"cholesky": 2_000_000, "eigh": 2_000_001}
+
+
+class Kept:
+    """What is kept, or will be, of one method for one kernel.
+
+    Attributes
+    ----------
+    found
+        The record of a factorization of this very kernel, None where there is none that can be used.
+    """
+
+    def __init__(self, kernel: Kernel, files: Folder, method: str, alpha: float | None) -> None:
+        self.kernel, self.files, self.method, self.alpha = kernel, files, method, alpha
+        self.rows = kernel.shape[0]
+        self.identity = _identity(kernel)
+        self.found: dict[str, Any] | None = None
+        with contextlib.suppress(Damaged, KeyError):
+            record = kernel.ledger.read(self._kind, NUMBER)
+            if (record["of"], record["alpha"]) == (self.identity, alpha):
+                self.found = record
+
+    @property
+    def _kind(self) -> str:
+        return f"factor-{self.method}"
+
+    def layouts(self) -> list[ArrayLayout]:
+        """The arrays: U of a Cholesky factor, upper squares only, or values and vectors."""
+        if self.method == "cholesky":
+            return [self._layout("cholesky", 2)]
+        return [self._layout("eigenvalues", 1), self._layout("eigenvectors", 2)]
+
+    def _layout(self, name: str, axes: int) -> ArrayLayout:
+        return ArrayLayout(
+            name=f"{FACTORS}/{name}",
+            shape=(self.rows,) * axes,
+            piece=(min(SQUARE, self.rows),) * axes,
+            per_file=(1,) * axes,
+            dtype="float64",
+            codec="none",
+            dimensions=("row", "column")[:axes],
+        )
+
+    def _squares(self, layout: ArrayLayout) -> Iterator[tuple[int, ...]]:
+        grid = [layout.files_along(axis) for axis in range(len(layout.shape))]
+        for at in np.ndindex(*grid):
+            if self.method == "eigh" or at[0] <= at[1]:
+                yield at
+
+    def require_room(self) -> None:
+        """Refuse before the work what would fail after it: no disk, no permission."""
+        needed = sum(layout.piece_bytes * len(list(self._squares(layout))) for layout in self.layouts())
+        free = machine.free_disk(self.files.root)
+        if needed > free or not os.access(self.files.root, os.W_OK):
+            why = f"its disk has {format_size(free)} free" if needed > free else "its folder cannot be written"
+            raise Refused(
+                f"{self.kernel.path}: the factorization that is kept beside it takes {format_size(needed)}, {why}; "
+                "give keep=False, which computes it each time"
+            )
+
+    def load(self) -> list[np.ndarray] | None:
+        """The arrays of the record that was found; None if their files are no longer what was recorded."""
+        try:
+            return [self._read(layout) for layout in self.layouts()]
+        except (Damaged, KeyError):
+            # It can be computed again, unlike what it was computed from.
+            self.found = None
+            return None
+
+    def load_values(self) -> np.ndarray | None:
+        """Eigenvalues alone, ascending."""
+        with contextlib.suppress(Damaged, KeyError):
+            return self._read(self.layouts()[0])
+        return None
+
+    def _read(self, layout: ArrayLayout) -> np.ndarray:
+        files: dict[str, Any] = (self.found or {})["files"]
+        whole, piece = np.empty(layout.shape), np.empty(layout.piece)
+        for at in self._squares(layout):
+            name = layout.file_name(at)
+            body = raw(piece)
+            self.files.read_into(name, [(0, body)])
+            decode(body, FileRecord.from_list(files[name]).pieces[0], piece, layout, name)
+            (region,) = layout.pieces_of(at)
+            whole[region] = piece[tuple(slice(0, s.stop - s.start) for s in region)]
+        return whole
+
+    def save(self, arrays: Sequence[np.ndarray], norm: float) -> None:
+        """Write the arrays and then their record; leave it if another process is writing the same."""
+        lock = LOCK[self.method]
+        with contextlib.suppress(Locked), Lock(self.files, lock, lock, silent):
+            sweep(self.files, [self._kind], [NUMBER])
+            self.kernel.ledger.forget(self._kind, NUMBER)
+            hierarchy.add(self.files, FACTORS, self.layouts())
+            files: dict[str, Any] = {}
+            for layout, array in zip(self.layouts(), arrays, strict=True):
+                self._write(layout, array, files)
+            self.files.sync_folders(files)
+            record = {"of": self.identity, "alpha": self.alpha, "norm": norm, "files": files}
+            self.kernel.ledger.record(self._kind, NUMBER, record)
+
+    def _write(self, layout: ArrayLayout, array: np.ndarray, files: dict[str, Any]) -> None:
+        for at in self._squares(layout):
+            (region,) = layout.pieces_of(at)
+            piece = np.full(layout.piece, layout.fill)
+            part = array[region]
+            if self.method == "cholesky" and at[0] == at[1]:
+                part = np.triu(part)
+            piece[tuple(slice(0, n) for n in part.shape)] = part
+            encoder, name = FileEncoder(layout), layout.file_name(at)
+            self.files.write(name, encoder.encode(piece) + encoder.close())
+            files[name] = encoder.record().to_list()
+
+
+def kept_for(kernel: Kernel | None, method: str, alpha: float | None = None) -> Kept | None:
+    """What is or can be kept with a kernel; None where it is not on disk."""
+    if kernel is None or not isinstance(kernel.files, Folder):
+        return None
+    return Kept(kernel, kernel.files, method, alpha)
+
+
+def _identity(kernel: Kernel) -> str:
+    """What was asked for, and the bytes that came of it."""
+    facts = [kernel.ledger.read("tiles", number)["files"] for number in kernel.ledger.done("tiles")]
+    return hierarchy.short_hash([kernel.identity(), sorted(item for files in facts for item in files.items())])

@@ -1,0 +1,85 @@
+"""In: a symmetric kernel, a method, alphas. Out: its factorization, found kept with it or computed within memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jacstore.dense import Gram, require_memory
+from jacstore.errors import Refused
+from jacstore.factor_files import kept_for
+from jacstore.factorization import Cholesky, Eigen, Factorization, bytes_needed, cholesky, refuse_32_bit
+
+METHODS = ("cholesky", "eigh")
+
+
+def checked_alphas(alpha: Any, method: str) -> np.ndarray:
+    """Alphas `(A,)`, checked; several of them only for method eigh."""
+    alphas = np.asarray(alpha, np.float64)
+    if alphas.ndim > 1 or alphas.size == 0 or not np.all((alphas > 0) & np.isfinite(alphas)):
+        raise Refused(f"--alpha {alpha}: allowed are numbers above 0 (alpha=)")
+    if alphas.ndim == 1 and method != "eigh":
+        raise Refused(f'--alpha {alpha}: several alphas need method="eigh"; give one number (alpha=)')
+    return alphas.reshape(-1)
+
+
+def factorize(
+    gram: Gram, method: str, alphas: np.ndarray, memory: int | str | None, keep: bool
+) -> tuple[Factorization, float, bool]:
+    """The factorization, `‖G‖_F`, and whether it was kept from before."""
+    rows = gram.shape[0]
+    what = f"{method} of {rows:,} rows"
+    alpha = float(alphas[0]) if method == "cholesky" else None
+    kept = kept_for(gram.kernel, method, alpha) if keep else None
+    if kept is not None and kept.found:
+        require_memory(bytes_needed("kept", rows), memory, f"reading the {what}", "leave rows out")
+        norm, arrays = float(kept.found["norm"]), kept.load()
+        if arrays is not None:
+            found = Cholesky(arrays[0], alpha) if alpha is not None else Eigen(arrays[0], arrays[1], alphas)
+            return found, norm, True
+    instead = "use jacstore.block_cg" if method == "cholesky" else 'use method="cholesky"'
+    require_memory(bytes_needed(method, rows), memory, what, instead)
+    if kept is not None:
+        kept.require_room()
+    fresh, norm = _compute(gram, method, alphas)
+    if kept is not None:
+        kept.save(fresh.arrays, norm)
+    return fresh, norm, False
+
+
+def _compute(gram: Gram, method: str, alphas: np.ndarray) -> tuple[Factorization, float]:
+    if method == "eigh":
+        refuse_32_bit(gram.shape[0])
+    matrix = gram.load()
+    norm = float(np.linalg.norm(matrix))
+    if method == "eigh":
+        values, vectors = np.linalg.eigh(matrix)
+        return Eigen(values, vectors, alphas), norm
+    alpha = float(alphas[0])
+    upper, failed = cholesky(matrix, alpha)
+    if failed:
+        raise Refused(
+            f"{gram.where} + alpha I is not positive definite: the factorization failed in row {failed - 1} "
+            f"({gram.name_row(failed - 1)}) of {len(matrix):,} with alpha {alpha:.3g}; rounding changes the kernel by "
+            f"up to about {gram.roundoff * norm:.2g}: give a larger alpha (--alpha, alpha=), or "
+            'method="eigh", which takes negative eigenvalues as 0'
+        )
+    return Cholesky(upper, alpha), norm
+
+
+def spectrum(kernel: Any, *, memory: int | str | None = None) -> np.ndarray:
+    """All eigenvalues of a symmetric kernel, descending, as computed: rounding may make the last ones negative.
+
+    Those of a kept eigendecomposition are read; otherwise about 4/3 R³ operations.
+    """
+    gram = Gram(kernel)
+    gram.require_symmetric()
+    rows = gram.shape[0]
+    kept = kept_for(gram.kernel, "eigh")
+    values = kept.load_values() if kept is not None else None
+    if values is not None:
+        return values[::-1]
+    require_memory(bytes_needed("eigvalsh", rows), memory, f"all eigenvalues of {rows:,} rows", "leave rows out")
+    refuse_32_bit(rows)
+    return np.linalg.eigvalsh(gram.load())[::-1]

@@ -1,0 +1,211 @@
+"""In: a symmetric kernel and alpha. Out: a Cholesky factor or an eigendecomposition in float64, and its answers.
+
+Both answer the same questions about `C = (G + alpha I)⁻¹`. The first axis of every answer counts alphas: one for a
+Cholesky factor, any number for an eigendecomposition. LAPACK is called where no workspace grows with R² in 32 bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from scipy.linalg import lapack
+
+from jacstore.errors import Refused
+
+PANEL = 512  # right-hand sides that are solved together
+# The workspace of LAPACK's divide and conquer, 1 + 6 R + 2 R², leaves 32 bits beyond this many rows.
+LAPACK_32_BIT_ROWS = 32_766
+
+
+class Cholesky:
+    """`G + alpha I = Uᵀ U`; U is the upper triangle of a C-ordered array, below it anything may stand."""
+
+    method = "cholesky"
+
+    def __init__(self, upper: np.ndarray, alpha: float) -> None:
+        self.upper, self.alphas = upper, np.array([alpha])
+        self._known: dict[int, np.ndarray] = {}
+
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        """What is kept of it."""
+        return [self.upper]
+
+    @property
+    def lower(self) -> np.ndarray:
+        """Uᵀ in the order that LAPACK takes without a copy."""
+        return self.upper.T
+
+    def solve(self, block: np.ndarray) -> np.ndarray:
+        """`C block` for `(R, B)`: `(1, R, B)`."""
+        return _checked(lapack.dpotrs(self.lower, block, lower=1))[None]
+
+    def halves(self, block: np.ndarray) -> np.ndarray:
+        """`U⁻ᵀ block`, whose Gram is `blockᵀ C block`."""
+        return _checked(lapack.dtrtrs(self.lower, block, lower=1))
+
+    def logdet(self) -> np.ndarray:
+        """log det(G + alpha I), `(1,)`."""
+        return np.array([2 * np.log(np.diagonal(self.upper)).sum()])
+
+    def logdet_ratio(self) -> np.ndarray:
+        """log det(I + G/alpha), `(1,)`."""
+        return self.logdet() - len(self.upper) * np.log(self.alphas)
+
+    def inverse_blocks(self, k: int) -> np.ndarray:
+        """Diagonal blocks of C, `(1, N, k, k)`; R³ operations, once."""
+        if k not in self._known:
+            self._known[k] = self._inverse_blocks(k)
+        return self._known[k][None]
+
+    def _inverse_blocks(self, k: int) -> np.ndarray:
+        rows = len(self.upper)
+        if k == 1 and self._known:
+            (blocks,) = self._known.values()
+            return np.diagonal(blocks, axis1=1, axis2=2).reshape(-1, 1, 1)
+        blocks = np.empty((rows // k, k, k))
+        step = max(1, PANEL // k) * k
+        for a in range(0, rows, step):
+            b = min(a + step, rows)
+            unit = np.zeros((rows, b - a), order="F")
+            unit[np.arange(a, b), np.arange(b - a)] = 1
+            # C is the Gram of U⁻ᵀ, whose rows before a are zero.
+            blocks[a // k : b // k] = _grams(self.halves(unit)[a:], k)
+        return blocks
+
+    def leverage(self) -> np.ndarray:
+        """Diagonal of `G C = I - alpha C`, `(1, R)`."""
+        return 1 - self.alphas[:, None] * self.inverse_blocks(1).reshape(1, -1)
+
+    def inverse_grams(self, block: np.ndarray, k: int) -> np.ndarray:
+        """`(1, M, k, k)`: diagonal blocks of `blockᵀ C block` for `(R, M*k)`."""
+        return _grams(self.halves(block), k)[None]
+
+
+class Eigen:
+    """`G = V diag(values) Vᵀ` with ascending values, and any number of alphas."""
+
+    method = "eigh"
+
+    def __init__(self, values: np.ndarray, vectors: np.ndarray, alphas: np.ndarray) -> None:
+        self.values, self.vectors, self.alphas = values, vectors, alphas
+
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        """What is kept of it."""
+        return [self.values, self.vectors]
+
+    @property
+    def clipped(self) -> np.ndarray:
+        """Eigenvalues; those that rounding made negative are 0."""
+        return np.maximum(self.values, 0)
+
+    @property
+    def _inverse(self) -> np.ndarray:
+        """`1 / (lam + alpha)`, `(A, R)`."""
+        return 1 / (self.clipped + self.alphas[:, None])
+
+    def solve(self, block: np.ndarray) -> np.ndarray:
+        """`C block` for `(R, B)`: `(A, R, B)`."""
+        turned = self.vectors.T @ block
+        return np.stack([self.vectors @ (inverse[:, None] * turned) for inverse in self._inverse])
+
+    def logdet(self) -> np.ndarray:
+        """log det(G + alpha I), `(A,)`."""
+        return -np.log(self._inverse).sum(1)
+
+    def logdet_ratio(self) -> np.ndarray:
+        """log det(I + G/alpha), `(A,)`."""
+        return np.log1p(self.clipped / self.alphas[:, None]).sum(1)
+
+    def inverse_blocks(self, k: int) -> np.ndarray:
+        """Diagonal blocks of C, `(A, N, k, k)`."""
+        return self._blocks(k, self._inverse)
+
+    def leverage(self) -> np.ndarray:
+        """Diagonal of `G C`, `(A, R)`."""
+        shares = self.clipped * self._inverse
+        return self._blocks(1, shares).reshape(len(shares), -1)
+
+    def _blocks(self, k: int, weights: np.ndarray) -> np.ndarray:
+        """Diagonal blocks of `V diag(w) Vᵀ` for each row of weights `(A, R)`."""
+        rows = len(self.vectors)
+        blocks = np.empty((len(weights), rows // k, k, k))
+        step = max(1, PANEL // k) * k
+        for a in range(0, rows, step):
+            part = self.vectors[a : a + step]
+            span = slice(a // k, (a + len(part)) // k)
+            if k == 1:
+                blocks[:, span, 0, 0] = weights @ (part * part).T
+                continue
+            stacked = part.reshape(-1, k, rows)
+            for index, weight in enumerate(weights):
+                blocks[index, span] = (stacked * weight) @ stacked.transpose(0, 2, 1)
+        return blocks
+
+    def inverse_grams(self, block: np.ndarray, k: int) -> np.ndarray:
+        """`(A, M, k, k)`: diagonal blocks of `blockᵀ C block` for `(R, M*k)`."""
+        turned = self.vectors.T @ block
+        return np.stack([_grams(np.sqrt(inverse)[:, None] * turned, k) for inverse in self._inverse])
+
+
+Factorization = Cholesky | Eigen
+
+
+def _grams(halves: np.ndarray, k: int) -> np.ndarray:
+    """Of `(R, M*k)`, the Gram of each k columns: `(M, k, k)`."""
+    stacked = np.ascontiguousarray(halves.T).reshape(-1, k, len(halves))
+    return stacked @ stacked.transpose(0, 2, 1)
+
+
+def _checked(answer: tuple[np.ndarray, int]) -> np.ndarray:
+    solution, info = answer
+    if info:
+        raise Refused(f"the triangular solve failed in row {info}: the factor's diagonal is zero; use a larger alpha")
+    return solution
+
+
+def bytes_needed(method: str, rows: int) -> int:
+    """Bytes at the peak of a factorization of R rows, the kernel among them."""
+    # numpy.linalg.eigh: the kernel, LAPACK's copy, 2 R² of workspace, and the vectors.
+    return {"cholesky": 1, "eigh": 5, "eigvalsh": 2, "kept": 1}[method] * 8 * rows * rows
+
+
+def cholesky(matrix: np.ndarray, alpha: float) -> tuple[np.ndarray, int]:
+    """Factorize `matrix + alpha I` in place: the array, and the row (from 1) at which it failed; 0 if it did not.
+
+    Raises
+    ------
+    RuntimeError
+        If LAPACK made a copy of the array: a fault.
+    """
+    matrix[np.diag_indices(len(matrix))] += alpha
+    # `clean` would zero the other triangle in a loop with 32-bit offsets.
+    factor, info = lapack.dpotrf(matrix.T, lower=1, clean=0, overwrite_a=1)
+    if not np.shares_memory(factor, matrix):
+        raise RuntimeError("LAPACK copied the kernel instead of overwriting it")
+    return matrix, info
+
+
+def refuse_32_bit(rows: int) -> None:
+    """Refuse an eigendecomposition that a LAPACK with 32-bit integers would get wrong.
+
+    Raises
+    ------
+    Refused
+        If there are more than 32,766 rows and NumPy does not say that its LAPACK counts in 64 bits.
+    """
+    if rows > LAPACK_32_BIT_ROWS and not _numpy_counts_in_64_bits():
+        raise Refused(
+            f"{rows:,} rows: NumPy's LAPACK here counts in 32 bits, allowed are {LAPACK_32_BIT_ROWS:,}; use "
+            'method="cholesky" or jacstore.block_cg, or install NumPy from its wheels'
+        )
+
+
+def _numpy_counts_in_64_bits() -> bool:
+    """NumPy's wheels carry an OpenBLAS with 64-bit integers, on macOS the like from Accelerate."""
+    config: Any = np.show_config(mode="dicts")
+    used = config.get("Build Dependencies", {}).get("lapack", {})
+    text = f"{used.get('name', '')} {used.get('openblas configuration', '')}".lower()
+    return any(sign in text for sign in ("use64bitint", "ilp64", "accelerate"))

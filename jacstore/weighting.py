@@ -1,0 +1,99 @@
+"""In: a raw kernel and the outputs that it was taken at. Out: the kernel weighted by a likelihood, lazy on Dask.
+
+The generalised Gauss-Newton matrix of a likelihood is `Jᵀ Λ J` with `Λ_n = L_n L_nᵀ` `(K, K)` for each example, so the
+kernel that takes the place of `J Jᵀ` is `blockdiag(L)ᵀ J Jᵀ blockdiag(L)`: small transforms of what is stored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dask.array as da
+import numpy as np
+from scipy.special import softmax
+
+from jacstore.dense import Gram
+from jacstore.errors import Refused
+
+LIKELIHOODS = ("gaussian", "softmax")
+SIDES = ("both", "columns", "rows")
+
+
+def likelihood_roots(outputs: Any, likelihood: str = "softmax") -> np.ndarray:
+    """`L` `(N, K, K)` with `L Lᵀ` the second derivative of the negative log-likelihood by the outputs `(N, K)`.
+
+    softmax: `diag(sqrt p) - p sqrt(p)ᵀ`; gaussian, of unit variance: the identity.
+    """
+    if likelihood not in LIKELIHOODS:
+        raise Refused(f"likelihood={likelihood!r}: allowed are {', '.join(LIKELIHOODS)}")
+    values = np.asarray(outputs, np.float64)
+    if values.ndim != 2 or not np.isfinite(values).all():
+        raise Refused(f"outputs of shape {values.shape}; allowed are finite numbers (N, K), such as store.outputs")
+    if likelihood == "gaussian":
+        return np.broadcast_to(np.eye(values.shape[1]), (*values.shape, values.shape[1]))
+    p = softmax(values, axis=1)
+    root = np.sqrt(p)
+    return root[:, :, None] * np.eye(values.shape[1]) - p[:, :, None] * root[:, None, :]
+
+
+def weighted(kernel: Any, outputs: Any, likelihood: str = "softmax", sides: str = "both") -> da.Array:
+    """A kernel of mode full weighted by a likelihood, as a lazy Dask array of the same shape.
+
+    Give it on as `KernelFactor(weighted(kernel, store.outputs), alpha, outputs=K)`.
+
+    Parameters
+    ----------
+    kernel
+        A `Kernel` of mode full or its path, or a matrix.
+    outputs
+        Outputs `(N, K)`, before the softmax, of the examples on the weighted side.
+    likelihood
+        softmax or gaussian.
+    sides
+        both, of a symmetric kernel; columns or rows, of the kernel between other examples and these.
+
+    References
+    ----------
+    Immer, Korzepa, Bauer 2021, arXiv:2008.08400.
+    """
+    if sides not in SIDES:
+        raise Refused(f"sides={sides!r}: allowed are {', '.join(SIDES)}")
+    roots = likelihood_roots(outputs, likelihood)
+    examples, k, _ = roots.shape
+    gram = Gram(kernel, None if getattr(kernel, "mode", None) else k)
+    if gram.mode != "full" or gram.n_outputs != k:
+        raise Refused(f"{gram.where} has mode {gram.mode} and {gram.n_outputs} outputs; needed are full and {k}")
+    axes = {"both": (0, 1), "columns": (1,), "rows": (0,)}[sides]
+    if any(gram.shape[axis] != examples * k for axis in axes):
+        raise Refused(
+            f"{gram.where} is {gram.shape} and outputs are of {examples} examples x {k}; change sides= or both"
+        )
+    array = da.asarray(gram.array)
+    array = array.rechunk(tuple(_whole_examples(chunks, k) for chunks in array.chunks)).astype(np.float64)
+    stacked = roots.reshape(-1, k)
+    pairs: list[Any] = []
+    for axis, index in ((0, "ik"), (1, "jl")):
+        part = da.from_array(stacked, chunks=(array.chunks[axis], k)) if axis in axes else None
+        pairs += [part, index if part is not None else None]
+    return da.blockwise(_weigh, "ij", array, "ij", *pairs, concatenate=True, dtype=np.float64, meta=np.empty((0, 0)))
+
+
+def _whole_examples(chunks: tuple[int, ...], k: int) -> tuple[int, ...]:
+    """Chunks along one axis that cut no example."""
+    ends = np.unique([*(np.cumsum(chunks)[:-1] // k * k), sum(chunks)])
+    return tuple(np.diff([0, *ends[ends > 0]]))
+
+
+def _weigh(block: np.ndarray, rows: np.ndarray | None, columns: np.ndarray | None) -> np.ndarray:
+    """`blockdiag(rows)ᵀ block blockdiag(columns)`; the roots of the examples stand one below the other, `(n*K, K)`."""
+    if rows is not None:
+        block = _from_left(rows, block)
+    if columns is not None:
+        block = _from_left(columns, block.T).T
+    return block
+
+
+def _from_left(roots: np.ndarray, block: np.ndarray) -> np.ndarray:
+    k = roots.shape[1]
+    turned = roots.reshape(-1, k, k).transpose(0, 2, 1) @ block.reshape(-1, k, block.shape[1])
+    return turned.reshape(block.shape)

@@ -1,0 +1,506 @@
+"""Claims about what a kernel answers: equal to dense algebra with J, without J; kept with care; refused in words."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+
+import dask.array as da
+import numpy as np
+import pytest
+import zarr
+from scipy.special import softmax
+
+import jacstore
+import jacstore.factorization
+import jacstore.files
+from jacstore import KernelFactor, StoreWriter
+from jacstore.dense import Gram
+from jacstore.errors import Incomplete, Refused
+
+K = 2
+METHODS = ("cholesky", "eigh")
+ALPHAS = (1e-6, 1e-3, 1.0, 10.0)
+# examples, parameters, rank
+KINDS = {"wide": (12, 40, 24), "tall": (30, 15, 15), "deficient": (20, 50, 7)}
+
+
+class Case:
+    """J `(R, P)`, J* `(S, P)`, targets, and `C` and `A⁻¹` from the singular vectors of J: no Gram matrix is formed."""
+
+    def __init__(self, kind: str, alpha: float, seed: int = 0) -> None:
+        n, p, rank = KINDS[kind]
+        draw = np.random.default_rng(seed)
+        basis = draw.normal(size=(rank, p))
+        self.j, self.other = (draw.normal(size=(size * K, rank)) @ basis for size in (n, 5))
+        largest = np.linalg.norm(self.j, 2)
+        self.j, self.other = 2 * self.j / largest, 2 * self.other / largest
+        self.n, self.p, self.alpha = n, p, alpha
+        self.gram, self.cross = self.j @ self.j.T, self.other @ self.j.T
+        self.blocks = np.einsum("mkp,mlp->mkl", *[self.other.reshape(5, K, p)] * 2)
+        self.y, self.f0 = draw.normal(size=(2, n, K))
+        self.f0_cross = draw.normal(size=(5, K))
+        u, s, vt = np.linalg.svd(self.j, full_matrices=False)
+        self.c = np.eye(len(self.j)) / alpha + (u * (1 / (s**2 + alpha) - 1 / alpha)) @ u.T
+        self.a_inverse = np.eye(p) / alpha + (vt.T * (1 / (s**2 + alpha) - 1 / alpha)) @ vt
+        self.s2 = s**2
+
+    def factor(self, method: str) -> KernelFactor:
+        return KernelFactor(self.gram, self.alpha, method, outputs=K)
+
+
+@pytest.fixture(params=[(kind, alpha) for kind in KINDS for alpha in ALPHAS], ids=lambda p: f"{p[0]}-{p[1]:g}")
+def case(request):
+    return Case(*request.param)
+
+
+def error(found, truth):
+    found, truth = np.asarray(found), np.asarray(truth)
+    assert found.shape == truth.shape
+    return np.linalg.norm(found - truth) / np.linalg.norm(truth)
+
+
+def refused(call, *given, error=Refused, **named):
+    with pytest.raises(error) as caught:
+        call(*given, **named)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def store_of(rows, path=None, dtype="float64"):
+    """A store of `(N, K, P)` as it is."""
+    n, k, p = rows.shape
+    with StoreWriter(path, {"w": (p,)}, n, k, unit_size=4, dtype=dtype, codec="none", memory="200MB") as writer:
+        for start, stop in writer.missing:
+            writer.write_unit(start, {"w": rows[start:stop]})
+    return writer.store
+
+
+@pytest.fixture(scope="module")
+def on_disk(tmp_path_factory):
+    """Kernels of 12 examples in tiles of 5, in the modes that can be solved, and of 5 others with them."""
+    folder, case = tmp_path_factory.mktemp("kernels"), Case("wide", 1e-3)
+    store = store_of(case.j.reshape(case.n, K, -1), folder / "run.jac")
+    other = store_of(case.other.reshape(5, K, -1), folder / "other.jac")
+    for mode in ("full", "trace"):
+        jacstore.gram(store, out=folder / f"{mode}.ntk", mode=mode, tile=5)
+        jacstore.gram(other, store, folder / f"{mode}-cross.ntk", mode=mode, tile=5)
+    jacstore.gram(other, out=folder / "blocks.ntk", mode="blocks")
+    jacstore.gram(store, out=folder / "diagonal.ntk", mode="diagonal")
+    jacstore.gram(store, out=folder / "float32.ntk", dtype="float32")
+    jacstore.gram(store, out=folder / "triangle.ntk", triangle=True, by_leaf=True, tile=5)
+    return folder
+
+
+@pytest.fixture
+def kernels(on_disk, tmp_path):
+    shutil.copytree(on_disk, tmp_path / "k")
+    return tmp_path / "k"
+
+
+# --- formulas ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_solutions_and_diagonals_are_those_of_dense_algebra(case, method):
+    factor = case.factor(method)
+    assert error(factor.solve(case.y), (case.c @ case.y.ravel()).reshape(case.n, K)) < 1e-8
+    assert error(factor.solve(np.eye(len(case.j))), case.c) < 1e-8
+    assert error(factor.diag_inv(), np.diagonal(case.c)) < 1e-8
+    blocks = case.c.reshape(case.n, K, case.n, K)[np.arange(case.n), :, np.arange(case.n)]
+    assert error(factor.diag_inv(blocks=True), blocks) < 1e-8
+    smoother = case.j @ case.a_inverse @ case.j.T
+    assert error(factor.leverage(), np.diagonal(smoother)) < 1e-8
+    assert error(factor.effective_dimension(), np.trace(smoother)) < 1e-8
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_determinants_are_those_of_dense_algebra(case, method):
+    factor = case.factor(method)
+    assert error(factor.logdet(), np.linalg.slogdet(case.gram + case.alpha * np.eye(len(case.j)))[1]) < 1e-8
+    precision = case.alpha * np.eye(case.p) + case.j.T @ case.j
+    assert error(factor.logdet_posterior(case.p), np.linalg.slogdet(precision)[1]) < 1e-8
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_predictions_are_those_of_the_primal_problem(case, method):
+    factor = case.factor(method)
+    weights = case.a_inverse @ case.j.T @ (case.y - case.f0).ravel()
+    truth = case.f0_cross + (case.other @ weights).reshape(5, K)
+    assert error(factor.predict(case.cross, case.y, case.f0, case.f0_cross), truth) < 1e-8
+    assert (
+        error(factor.predict(case.cross, case.y.ravel(), case.f0.ravel()), truth.ravel() - case.f0_cross.ravel()) < 1e-8
+    )
+    covariance = (case.other @ case.a_inverse @ case.other.T).reshape(5, K, 5, K)[np.arange(5), :, np.arange(5)]
+    assert error(factor.predictive_covariance(case.cross, case.blocks), covariance) < 1e-8
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_leave_one_out_is_that_of_refits(case, method):
+    found = case.factor(method).loo(case.y, case.f0)
+    means, covariances = [], []
+    for n in range(case.n):
+        keep, out = np.delete(np.arange(case.n * K), [n * K, n * K + 1]), slice(n * K, n * K + K)
+        j, residual = case.j[keep], np.delete(case.y - case.f0, n, axis=0).ravel()
+        u, s, vt = np.linalg.svd(j, full_matrices=False)
+        weights = (vt.T * (s / (s**2 + case.alpha))) @ (u.T @ residual)
+        means.append(case.f0[n] + case.j[out] @ weights)
+        inverse = np.eye(case.p) / case.alpha + (vt.T * (1 / (s**2 + case.alpha) - 1 / case.alpha)) @ vt
+        covariances.append(case.j[out] @ inverse @ case.j[out].T + np.eye(K))
+    assert error(found.mean, means) < 1e-8
+    assert error(found.covariance, covariances) < 1e-8
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_generalised_cross_validation_is_its_formula(case, method):
+    weights, rows = case.c @ (case.y - case.f0).ravel(), len(case.j)
+    truth = (weights @ weights / rows) / (np.trace(case.c) / rows) ** 2
+    assert error(case.factor(method).gcv(case.y, case.f0), truth) < 1e-8
+
+
+def test_a_grid_of_alphas_is_answered_from_one_eigendecomposition(monkeypatch):
+    case = Case("tall", 1.0)
+    grid = KernelFactor(case.gram, ALPHAS, "eigh", outputs=K)
+    monkeypatch.setattr(np.linalg, "eigh", None)
+    answers = {
+        "solve": lambda f: f.solve(case.y),
+        "logdet": lambda f: f.logdet(),
+        "logdet_posterior": lambda f: f.logdet_posterior(case.p),
+        "diag_inv": lambda f: f.diag_inv(),
+        "blocks": lambda f: f.diag_inv(blocks=True),
+        "leverage": lambda f: f.leverage(),
+        "effective_dimension": lambda f: f.effective_dimension(),
+        "gcv": lambda f: f.gcv(case.y),
+        "loo": lambda f: f.loo(case.y, case.f0).mean,
+        "loo covariance": lambda f: f.loo(case.y).covariance,
+        "predict": lambda f: f.predict(case.cross, case.y, case.f0, case.f0_cross),
+        "covariance": lambda f: f.predictive_covariance(case.cross, case.blocks),
+    }
+    for name, answer in answers.items():
+        together = answer(grid)
+        assert len(together) == len(ALPHAS), name
+        for alpha, one in zip(ALPHAS, together, strict=True):
+            assert error(answer(grid.at(alpha)), one) < 1e-9, name
+    assert np.array_equal(grid.alpha, ALPHAS) and grid.at(0.5).alpha == 0.5
+    assert error((grid.eigenvectors * grid.eigenvalues) @ grid.eigenvectors.T, case.gram) < 1e-12
+
+
+def test_results_have_the_shape_of_what_was_given():
+    case = Case("wide", 1e-2)
+    factor = case.factor("cholesky")
+    for tail in ((), (3,), (3, 2)):
+        by_row, by_example = np.ones((24, *tail)), np.ones((12, K, *tail))
+        assert factor.solve(by_row).shape == by_row.shape and factor.solve(by_example).shape == by_example.shape
+        assert factor.predict(case.cross, by_row).shape == (10, *tail)
+        assert factor.predict(case.cross, by_example).shape == (5, K, *tail)
+        assert factor.loo(by_example).mean.shape == by_example.shape
+        assert error(factor.solve(by_example).reshape(by_row.shape), factor.solve(by_row)) == 0
+    assert isinstance(factor.logdet(), float) and isinstance(factor.effective_dimension(), float)
+    named = refused(factor.solve, np.ones((12, 3)))
+    assert "(12, 3)" in named and "(24, ...)" in named and "(12, 2, ...)" in named
+    assert "f0 has shape (24,)" in refused(factor.loo, case.y, np.zeros(24))
+    assert "NaN or infinity in row 3" in refused(factor.solve, np.where(np.arange(24) == 3, np.nan, 1.0))
+
+
+# --- kernels on disk --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["full", "triangle"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_kernel_on_disk_answers_like_its_array_and_without_its_store(name, method, kernels):
+    shutil.rmtree(kernels / "run.jac")
+    shutil.rmtree(kernels / "other.jac")
+    case = Case("wide", 1e-3)
+    factor = KernelFactor(kernels / f"{name}.ntk", case.alpha, method)
+    dense = case.factor(method)
+    assert (factor.n_examples, factor.n_outputs, factor.n_rows) == (12, 2, 24)
+    assert error(factor.loo(case.y, case.f0).mean, dense.loo(case.y, case.f0).mean) < 1e-9
+    cross, blocks = (jacstore.open(kernels / f) for f in ("full-cross.ntk", "blocks.ntk"))
+    assert error(factor.predict(cross, case.y), dense.predict(case.cross, case.y)) < 1e-9
+    covariance = dense.predictive_covariance(case.cross, case.blocks)
+    assert error(factor.predictive_covariance(cross, blocks), covariance) < 1e-9
+    assert error(factor.logdet_posterior(case.p), dense.logdet_posterior(case.p)) < 1e-9
+
+
+def test_mode_trace_is_the_kernel_of_examples(kernels):
+    case = Case("wide", 1e-3)
+    rows = case.j.reshape(12, -1)
+    factor = KernelFactor(jacstore.open(kernels / "trace.ntk"), 0.1)
+    inverse = np.linalg.inv(rows @ rows.T + 0.1 * np.eye(12))
+    labels = np.eye(3)[np.arange(12) % 3]
+    assert error(factor.solve(labels), inverse @ labels) < 1e-9
+    cross = case.other.reshape(5, -1) @ rows.T
+    assert error(factor.predict(kernels / "trace-cross.ntk", labels), cross @ inverse @ labels) < 1e-9
+    own = np.square(case.other.reshape(5, -1)).sum(1)
+    truth = (own - np.einsum("mi,ij,mj->m", cross, inverse, cross)) / 0.1
+    found = factor.predictive_covariance(kernels / "trace-cross.ntk", jacstore.open(kernels / "blocks.ntk"))
+    assert error(found, truth[:, None, None]) < 1e-9
+    assert "mode trace" in refused(factor.logdet_posterior, 40)
+
+
+def test_tiles_of_a_symmetric_kernel_are_read_once(kernels, monkeypatch):
+    kernel, read = jacstore.open(kernels / "full.ntk"), []
+    original = jacstore.Kernel.read_tile
+    monkeypatch.setattr(
+        jacstore.Kernel, "read_tile", lambda self, leaf, i, j: read.append((i, j)) or original(self, leaf, i, j)
+    )
+    KernelFactor(kernel, 1.0, keep=False)
+    assert sorted(read) == [(i, j) for i in range(3) for j in range(i, 3)]
+
+
+def test_a_lazy_dask_kernel_is_a_kernel():
+    case = Case("tall", 1e-2)
+    lazy = da.from_array(case.gram, chunks=(7, 9))
+    assert error(KernelFactor(lazy, 1e-2, outputs=K).solve(case.y), case.factor("cholesky").solve(case.y)) < 1e-12
+    cross = da.from_array(case.cross, chunks=3)
+    factor = case.factor("eigh")
+    assert error(factor.predict(cross, case.y), factor.predict(case.cross, case.y)) < 1e-12
+
+
+# --- what is kept -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_factorization_is_kept_and_used_again(method, kernels, monkeypatch):
+    case, path = Case("wide", 1e-3), kernels / "full.ntk"
+    monkeypatch.setattr(jacstore.factor_files, "SQUARE", 7)
+    first = KernelFactor(path, 1e-3, method)
+    monkeypatch.setattr(Gram, "load", None)
+    again = KernelFactor(path, 1e-3, method)
+    assert not first.reused and again.reused
+    assert again.error == first.error
+    assert np.array_equal(first.solve(case.y), again.solve(case.y))
+    assert np.array_equal(first.diag_inv(), again.diag_inv())
+    if method == "eigh":
+        assert KernelFactor(path, [1.0, 2.0], "eigh").reused
+        assert np.array_equal(jacstore.spectrum(path)[::-1].clip(0), first.eigenvalues)
+
+
+def test_another_alpha_needs_another_cholesky_factor(kernels):
+    path = kernels / "full.ntk"
+    assert not KernelFactor(path, 1e-3).reused
+    other = KernelFactor(path, 1e-2)
+    assert not other.reused and KernelFactor(path, 1e-2).reused
+    assert error(other.logdet(), KernelFactor(path, 1e-2, "eigh").logdet()) < 1e-12
+
+
+def test_a_factorization_of_other_bytes_is_not_used(kernels):
+    path, case = kernels / "full.ntk", Case("wide", 1e-3)
+    KernelFactor(path, 1e-3)
+    changed = store_of(3 * case.j.reshape(12, K, -1), kernels / "changed.jac")
+    held = (
+        shutil.copytree(path / "factors", kernels / "held"),
+        shutil.copy(path / "ledger/factor-cholesky-0000000.json", kernels),
+    )
+    jacstore.gram(changed, out=path, overwrite=True, tile=5)
+    assert not (path / "factors").exists()
+    shutil.copytree(held[0], path / "factors")
+    shutil.copy(held[1], path / "ledger")
+    factor = KernelFactor(path, 1e-3)
+    assert not factor.reused
+    assert error(factor.logdet(), np.linalg.slogdet(9 * case.gram + 1e-3 * np.eye(24))[1]) < 1e-9
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: data[:40] + b"x" + data[41:], None])
+def test_a_damaged_factorization_is_computed_again(damage, kernels):
+    path = kernels / "full.ntk"
+    first = KernelFactor(path, 1e-3, "eigh")
+    file = path / "factors/eigenvectors/c/0/0"
+    file.write_bytes(damage(file.read_bytes())) if damage else file.unlink()
+    again = KernelFactor(path, 1e-3, "eigh")
+    assert not again.reused and np.array_equal(again.eigenvectors, first.eigenvectors)
+    assert KernelFactor(path, 1e-3, "eigh").reused
+
+
+@pytest.mark.parametrize("step", ["write", "fsync", "record", "rename"])
+def test_a_stop_while_keeping_leaves_nothing_that_counts(step, kernels, monkeypatch):
+    path = kernels / "full.ntk"
+    KernelFactor(path, 1.0)
+
+    def stop(at, name):
+        if at == step and "factor" in name:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jacstore.files, "before_step", stop)
+        with pytest.raises(KeyboardInterrupt):
+            KernelFactor(path, 1e-3)
+    factor = KernelFactor(path, 1e-3)
+    assert not factor.reused and error(factor.logdet(), Case("wide", 1e-3).factor("eigh").logdet()) < 1e-9
+    assert KernelFactor(path, 1e-3).reused
+    assert [p.name for p in (path / "ledger").iterdir() if p.suffix == ".tmp"] == []
+
+
+def test_a_kept_factor_is_plain_zarr_and_disturbs_neither_gram_nor_readers(kernels):
+    path = kernels / "full.ntk"
+    factor = KernelFactor(path, 1e-3, "eigh")
+    KernelFactor(path, 1e-3)
+    group = zarr.open_group(path, mode="r")
+    assert np.array_equal(group["factors/eigenvectors"][...], factor.eigenvectors)
+    upper = group["factors/cholesky"][...]
+    assert error(upper.T @ upper, Case("wide", 1).gram + 1e-3 * np.eye(24)) < 1e-12
+    assert sorted(name for name, _ in group.members()) == ["factors", "kernel", "ledger"]
+    report = jacstore.gram(kernels / "run.jac", out=path, tile=5).report
+    assert report["tiles_computed"] == 0 and KernelFactor(path, 1e-3).reused
+    before = sorted(path.rglob("*"))
+    KernelFactor(path, 0.5, keep=False)
+    assert sorted(path.rglob("*")) == before
+
+
+def test_a_kernel_in_memory_keeps_nothing():
+    case = Case("wide", 1e-3)
+    kernel = jacstore.gram(store_of(case.j.reshape(12, K, -1)))
+    assert error(KernelFactor(kernel, 1e-3).solve(case.y), case.factor("cholesky").solve(case.y)) < 1e-9
+    assert not KernelFactor(kernel, 1e-3).reused
+
+
+# --- refusals and warnings --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alpha", [0, -1.0, np.nan, np.inf, [], [1.0, 0.0], [[1.0]]])
+def test_an_alpha_that_is_not_above_zero_is_refused(alpha):
+    assert "allowed are numbers above 0 (alpha=)" in refused(KernelFactor, np.eye(3), alpha, "eigh")
+
+
+def test_several_alphas_need_eigh():
+    assert 'method="eigh"' in refused(KernelFactor, np.eye(3), [1.0, 2.0])
+    assert "cholesky, eigh" in refused(KernelFactor, np.eye(3), 1.0, "lu")
+    factor = KernelFactor(np.eye(3), 1.0)
+    assert 'method="eigh"' in refused(factor.at, 2.0)
+    assert 'method="eigh"' in refused(lambda: factor.eigenvalues)
+
+
+def test_what_is_no_symmetric_kernel_is_refused(kernels):
+    case = Case("wide", 1.0)
+    assert "rectangular (10, 24)" in refused(KernelFactor, kernels / "full-cross.ntk", 1.0)
+    assert "mode diagonal; allowed are full and trace" in refused(KernelFactor, kernels / "diagonal.ntk", 1.0)
+    assert "rectangular" in refused(KernelFactor, case.cross, 1.0)
+    assert "not symmetric" in refused(KernelFactor, np.triu(case.gram), 1.0)
+    assert "not a multiple of 5 outputs" in refused(KernelFactor, case.gram, 1.0, outputs=5)
+    assert "a real matrix" in refused(KernelFactor, np.ones(3), 1.0)
+    assert "a real matrix" in refused(KernelFactor, case.gram * 1j, 1.0)
+    assert "has 2 row(s) an example" in refused(KernelFactor, kernels / "full.ntk", 1.0, outputs=3)
+    (kernels / "full.ntk/ledger/tiles-0000000.json").unlink()
+    assert "missing" in refused(KernelFactor, kernels / "full.ntk", 1.0, error=Incomplete)
+
+
+def test_a_row_that_is_not_finite_is_named():
+    gram = Case("wide", 1.0).gram.copy()
+    gram[7, 2] = gram[2, 7] = np.nan
+    assert "row 2 (example 1, output 0)" in refused(KernelFactor, gram, 1.0, outputs=K)
+
+
+def test_a_cross_kernel_of_another_store_or_the_wrong_way_round_is_refused(kernels):
+    factor, y = KernelFactor(kernels / "full.ntk", 1.0), np.ones(24)
+    own = jacstore.gram(kernels / "other.jac", out=kernels / "own.ntk")
+    assert "gram(other_store, store)" in refused(factor.predict, own, y)
+    assert "gram(other_store, store)" in refused(factor.predict, kernels / "trace-cross.ntk", y)
+    changed = store_of(np.ones((12, K, 40)), kernels / "changed.jac")
+    cross = jacstore.gram(kernels / "other.jac", changed, kernels / "changed-cross.ntk")
+    assert "made from another store" in refused(factor.predict, cross, y)
+    assert error(factor.predict(kernels / "full.ntk", y), Case("wide", 1).gram @ factor.solve(y)) < 1e-9
+    blocks = jacstore.open(kernels / "trace.ntk")
+    assert "--mode blocks" in refused(factor.predictive_covariance, kernels / "full-cross.ntk", blocks)
+    assert "blocks has shape (4, 2, 2)" in refused(
+        factor.predictive_covariance, kernels / "full-cross.ntk", np.ones((4, 2, 2))
+    )
+
+
+def test_a_replaced_diagonal_is_refused_where_the_kernel_must_be_that_of_the_stored_rows(kernels, monkeypatch):
+    monkeypatch.setattr(jacstore.Kernel, "exact_diagonal", True, raising=False)
+    factor = KernelFactor(kernels / "full.ntk", 1.0)
+    assert "diagonal" in refused(factor.logdet_posterior, 40)
+    assert np.isfinite(factor.logdet())
+
+
+@pytest.mark.parametrize(("method", "needs"), [("cholesky", "4.61 kB"), ("eigh", "23 kB")])
+def test_memory_is_checked_before_anything_is_read(method, needs, kernels, monkeypatch):
+    monkeypatch.setattr(Gram, "load", None)
+    line = refused(KernelFactor, kernels / "full.ntk", 1.0, method, memory="4kB")
+    assert f"takes {needs}" in line and "4 kB" in line and "memory=" in line
+    assert not (kernels / "full.ntk" / "factors").exists()
+    assert "takes 9.22 kB" in refused(jacstore.spectrum, kernels / "full.ntk", memory="4kB")
+
+
+def test_room_on_disk_is_checked_before_the_work(kernels, monkeypatch):
+    monkeypatch.setattr(Gram, "load", None)
+    monkeypatch.setattr("jacstore.machine.free_disk", lambda path: 100)
+    line = refused(KernelFactor, kernels / "full.ntk", 1.0)
+    assert "100 B free" in line and "keep=False" in line
+
+
+def test_rows_beyond_32_bits_are_refused_only_where_lapack_counts_in_them(monkeypatch):
+    monkeypatch.setattr(jacstore.factorization, "LAPACK_32_BIT_ROWS", 20)
+    gram = Case("wide", 1.0).gram
+    assert KernelFactor(gram, 1.0, "eigh").n_rows == 24  # NumPy's own wheels count in 64 bits
+    monkeypatch.setattr(jacstore.factorization, "_numpy_counts_in_64_bits", lambda: False)
+    for call in (lambda: KernelFactor(gram, 1.0, "eigh"), lambda: jacstore.spectrum(gram)):
+        line = refused(call)
+        assert "24 rows" in line and "32 bits" in line and 'method="cholesky"' in line
+    assert KernelFactor(gram, 1.0).n_rows == 24
+
+
+def test_a_singular_kernel_is_named_by_the_row_at_which_it_fails():
+    rows = np.random.default_rng(0).normal(size=(6, 4))
+    rows[4] = rows[1]
+    line = refused(KernelFactor, rows @ rows.T - 1e-12 * np.eye(6), 1e-18)
+    assert "not positive definite" in line and "example 4" in line and "alpha 1e-18" in line and 'method="eigh"' in line
+
+
+def test_alpha_below_the_error_of_the_kernel_is_said_with_its_figures(kernels):
+    path = kernels / "float32.ntk"
+    norm = np.linalg.norm(Case("wide", 1).gram)
+    with pytest.warns(UserWarning, match=r"alpha 1e-09 is below the kernel's error: .* \(u ‖G‖_F\)") as caught:
+        factor = KernelFactor(path, 1e-9, "eigh")
+    assert f"{2.0**-24 * norm:.2g}" in str(caught[0].message)
+    assert factor.error == pytest.approx(2.0**-24 * norm, rel=1e-6)
+    with pytest.warns(UserWarning, match="alpha 1e-10"):
+        factor.at([1.0, 1e-10])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        KernelFactor(path, 1e-4)
+        KernelFactor(kernels / "full.ntk", 1e-9, "eigh")
+
+
+def test_a_kernel_that_is_not_positive_semidefinite_is_said():
+    gram = Case("tall", 1).gram - 0.1 * np.eye(60)
+    with pytest.warns(UserWarning, match=r"smallest eigenvalue of the kernel is -0.1, taken as 0"):
+        factor = KernelFactor(gram, 1.0, "eigh")
+    assert factor.eigenvalues.min() == 0
+    assert "not positive definite" in refused(KernelFactor, gram, 1e-3)
+
+
+# --- weighting --------------------------------------------------------------------------------------------------------
+
+
+def test_a_softmax_weighted_kernel_is_that_of_the_generalised_gauss_newton_matrix(kernels):
+    case = Case("wide", 0.3)
+    outputs = np.random.default_rng(5).normal(size=(12, K)) * 3
+    p = softmax(outputs, 1)
+    middle = np.zeros((24, 24))
+    for n in range(12):
+        middle[n * K : n * K + K, n * K : n * K + K] = np.diag(p[n]) - np.outer(p[n], p[n])
+    precision = 0.3 * np.eye(case.p) + case.j.T @ middle @ case.j
+    kernel = jacstore.open(kernels / "full.ntk")
+    lazy = jacstore.weighted(kernel, outputs)
+    assert isinstance(lazy, da.Array) and lazy.chunks == kernel.array.chunks
+    factor = KernelFactor(lazy, 0.3, "eigh", outputs=K)
+    assert error(factor.logdet_posterior(case.p), np.linalg.slogdet(precision)[1]) < 1e-10
+    cross = jacstore.weighted(jacstore.open(kernels / "full-cross.ntk"), outputs, sides="columns")
+    truth = (case.other @ np.linalg.solve(precision, case.other.T)).reshape(5, K, 5, K)
+    found = factor.predictive_covariance(cross, jacstore.open(kernels / "blocks.ntk"))
+    assert error(found, truth[np.arange(5), :, np.arange(5)]) < 1e-9
+    transposed = jacstore.weighted(case.cross.T, outputs, sides="rows")
+    assert error(transposed, np.asarray(cross).T) < 1e-12
+    assert error(jacstore.weighted(da.from_array(case.gram, chunks=7), outputs), lazy) < 1e-12
+
+
+def test_a_gaussian_weight_changes_nothing_and_wrong_requests_are_refused(kernels):
+    kernel, outputs = jacstore.open(kernels / "full.ntk"), np.zeros((12, K))
+    same = jacstore.weighted(kernel, outputs, likelihood="gaussian")
+    assert np.array_equal(np.asarray(same), np.asarray(kernel.array))
+    assert "gaussian, softmax" in refused(jacstore.weighted, kernel, outputs, "poisson")
+    assert "both, columns, rows" in refused(jacstore.weighted, kernel, outputs, sides="left")
+    assert "12 examples x 2" in refused(jacstore.weighted, kernels / "full-cross.ntk", outputs)
+    assert "mode trace" in refused(jacstore.weighted, jacstore.open(kernels / "trace.ntk"), outputs)
+    assert "finite numbers (N, K)" in refused(jacstore.weighted, kernel, outputs.ravel())
