@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from jacstore.errors import JacstoreError
     from jacstore.factoring import spectrum
     from jacstore.kernel import Kernel
+    from jacstore.krylov import block_cg
     from jacstore.lazy import lazy_kernel
     from jacstore.problem import Problem
     from jacstore.solve import KernelFactor
@@ -27,6 +28,7 @@ __all__ = [
     "KernelFactor",
     "Problem",
     "StoreWriter",
+    "block_cg",
     "build",
     "gram",
     "lazy_kernel",
@@ -52,6 +54,7 @@ _HOMES = {
     "ntk": "builder",
     "open": "assembly.open_path",
     "KernelFactor": "solve",
+    "block_cg": "krylov",
     "spectrum": "factoring",
     "weighted": "weighting",
 }

@@ -52,6 +52,7 @@ FLOORS = {
         "factoring",
         "solve",
         "weighting",
+        "krylov",
     ),
     5: ("builder", "verification", "posterior"),
     6: ("cli",),
@@ -84,6 +85,7 @@ NEIGHBOURS = {
     "factoring": {"dense", "factor_files", "factorization"},
     "solve": {"dense", "factoring", "factorization"},
     "weighting": {"dense"},
+    "krylov": {"dense"},
     # The command line is a skin over the public names of the package itself.
     "cli": {""},
 }
@@ -110,6 +112,7 @@ WITHOUT_JAX = (
     "hierarchy",
     "item",
     "kernel",
+    "krylov",
     "lazy",
     "ledger",
     "pieces",

@@ -14,7 +14,7 @@ from scipy.special import softmax
 import jacstore
 import jacstore.factorization
 import jacstore.files
-from jacstore import KernelFactor, StoreWriter
+from jacstore import KernelFactor, StoreWriter, block_cg
 from jacstore.dense import Gram
 from jacstore.errors import Incomplete, Refused
 
@@ -468,6 +468,109 @@ def test_a_kernel_that_is_not_positive_semidefinite_is_said():
         factor = KernelFactor(gram, 1.0, "eigh")
     assert factor.eigenvalues.min() == 0
     assert "not positive definite" in refused(KernelFactor, gram, 1e-3)
+
+
+# --- conjugate gradients ---------------------------------------------------------------------------------------------
+
+
+class Counted:
+    """A matrix that counts how often it is multiplied."""
+
+    def __init__(self, matrix):
+        self.matrix, self.shape, self.passes = matrix, matrix.shape, 0
+
+    def matmat(self, block):
+        self.passes += 1
+        return self.matrix @ block
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_conjugate_gradients_reach_the_dense_solution_in_one_pass_a_step(kind, alpha):
+    case = Case(kind, alpha)
+    matrix = Counted(case.gram)
+    y = np.random.default_rng(1).normal(size=(len(case.j), 4))
+    found = block_cg(matrix, y, alpha=alpha, tolerance=1e-9)
+    assert found.converged and found.reason.startswith("converged: the largest true relative residual is ")
+    assert matrix.passes == found.stats.passes and found.stats.steps <= found.stats.passes <= found.stats.steps + 2
+    residual = np.linalg.norm(y - case.gram @ found.value - alpha * found.value, axis=0) / np.linalg.norm(y, axis=0)
+    assert np.all(residual <= 1e-9) and np.all(found.stats.residuals <= 1e-9)
+    assert error(found.value, case.c @ y) < 1e-8
+
+
+def test_right_hand_sides_share_passes():
+    case = Case("tall", 1e-3)
+    y = np.random.default_rng(1).normal(size=(60, 15))
+    together = block_cg(case.gram, y, alpha=1e-3).stats
+    alone = [block_cg(case.gram, column, alpha=1e-3).stats for column in y.T]
+    assert together.passes < min(stats.passes for stats in alone)
+    # 15 directions are all that a kernel of rank 15 has, and one more step serves its null space.
+    assert together.steps <= 3
+
+
+def test_dependent_zero_and_tiny_right_hand_sides_are_solved_too():
+    case = Case("wide", 1e-2)
+    y = np.random.default_rng(1).normal(size=(24, 6))
+    y[:, 1], y[:, 2], y[:, 3] = y[:, 0], 0, y[:, 4] - y[:, 5]
+    y[:, 5] *= 1e-200
+    found = block_cg(case.gram, y, alpha=1e-2)
+    assert found.converged and found.stats.directions <= 4
+    for column, truth in zip(found.value.T, (case.c @ y).T, strict=True):
+        assert np.linalg.norm(column - truth) <= 1e-7 * np.linalg.norm(truth)
+    zero = block_cg(case.gram, np.zeros(24), alpha=1e-2)
+    assert zero.converged and not zero.value.any() and zero.stats.passes == 0 and "zero" in zero.reason
+    whole = block_cg(case.gram, np.eye(24), alpha=1e-2)
+    assert error(whole.value, case.c) < 1e-7 and whole.stats.steps <= 2
+
+
+def test_a_kernel_on_disk_is_streamed_once_a_step(kernels, monkeypatch):
+    case, read = Case("wide", 1e-3), []
+    original = jacstore.Kernel.read_tile
+    monkeypatch.setattr(
+        jacstore.Kernel, "read_tile", lambda self, leaf, i, j: read.append((i, j)) or original(self, leaf, i, j)
+    )
+    found = block_cg(kernels / "full.ntk", case.y, alpha=1e-3)
+    assert error(found.value, (case.c @ case.y.ravel()).reshape(12, K)) < 1e-7
+    assert len(read) == 6 * found.stats.passes
+
+
+@pytest.mark.parametrize("deficient", [False, True])
+def test_a_preconditioner_that_is_the_inverse_needs_a_step_or_two(deficient):
+    case = Case("wide", 1e-4)
+    y = np.random.default_rng(1).normal(size=(24, 3))
+    if deficient:
+        y[:, 2] = y[:, 1]
+    exact = block_cg(case.gram, y, alpha=1e-4, preconditioner=lambda block: case.c @ block)
+    assert exact.converged and exact.stats.steps <= 2
+    same = block_cg(case.gram, y, alpha=1e-4, preconditioner=Counted(np.eye(24)))
+    assert same.converged and same.stats.steps == block_cg(case.gram, y, alpha=1e-4).stats.steps
+    assert error(same.value, case.c @ y) < 1e-7
+    assert "function or an object with matmat" in refused(block_cg, case.gram, y, preconditioner=3)
+
+
+def test_why_an_iteration_stopped_is_said_in_words():
+    case = Case("wide", 1e-6)
+    y = np.random.default_rng(1).normal(size=24)
+    with pytest.warns(UserWarning, match="stopped at max_steps=3: raise it"):
+        found = block_cg(case.gram, y, alpha=1e-6, max_steps=3)
+    assert not found.converged and found.stats.steps == 3 and found.stats.passes == 4
+    with pytest.warns(UserWarning, match="not positive definite: the smallest curvature of a direction is -1"):
+        block_cg(-case.gram, y, alpha=1e-6)
+    with pytest.warns(UserWarning, match="stagnated: .* wanted 1e-17; rounding allows no better"):
+        found = block_cg(case.gram, y, alpha=1e-6, tolerance=1e-17)
+    assert found.stats.residuals.max() < 1e-9
+    with pytest.warns(UserWarning, match="holds NaN or infinity"):
+        block_cg(Counted(case.gram * np.nan), y)
+
+
+def test_requests_that_cannot_be_iterated_are_refused(kernels):
+    case = Case("wide", 1.0)
+    assert "one number of at least 0" in refused(block_cg, case.gram, np.ones(24), alpha=-1)
+    assert "0 < tolerance < 1" in refused(block_cg, case.gram, np.ones(24), tolerance=0)
+    assert "max_steps >= 1" in refused(block_cg, case.gram, np.ones(24), max_steps=0)
+    assert "rectangular" in refused(block_cg, kernels / "full-cross.ntk", np.ones(24))
+    assert "(10, 24)" in refused(block_cg, Counted(case.cross), np.ones(24))
+    assert block_cg(case.gram, case.y, alpha=1.0, outputs=K).value.shape == (12, K)
 
 
 # --- weighting --------------------------------------------------------------------------------------------------------
