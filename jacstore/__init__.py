@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jacstore.krylov import block_cg
     from jacstore.lazy import lazy_kernel
     from jacstore.problem import Problem
+    from jacstore.regression import KernelRidge
     from jacstore.solve import KernelFactor
     from jacstore.store import JacobianStore
     from jacstore.target import load_target
@@ -26,6 +27,7 @@ __all__ = [
     "JacstoreError",
     "Kernel",
     "KernelFactor",
+    "KernelRidge",
     "Problem",
     "StoreWriter",
     "block_cg",
@@ -54,6 +56,7 @@ _HOMES = {
     "ntk": "builder",
     "open": "assembly.open_path",
     "KernelFactor": "solve",
+    "KernelRidge": "regression",
     "block_cg": "krylov",
     "spectrum": "factoring",
     "weighted": "weighting",

@@ -61,16 +61,6 @@ class Settings:
     seed: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Regression:
-    """Test outputs `(M, C)` of the kernel alone and of the network corrected by it, and the leading eigenvalues."""
-
-    kernel_alone: np.ndarray
-    corrected: np.ndarray
-    eigenvalues: np.ndarray
-    ridge: float
-
-
 # ---- training ----
 
 
@@ -189,39 +179,6 @@ def pool(x: jax.Array) -> jax.Array:
 
 
 # ---- kernel regression ----
-
-
-def regress(
-    kernel: np.ndarray,
-    test_kernel: Any,
-    targets: np.ndarray,
-    residuals: np.ndarray,
-    test_outputs: np.ndarray,
-    ridge: float,
-) -> Regression:
-    """Solve once for two right-hand sides: the targets themselves, and what the network leaves of them.
-
-    The second is regression in the model linearised at the trained parameters, `f + K(x, X) (K + ridge I)⁻¹ (y - f)`.
-
-    Parameters
-    ----------
-    kernel : (rows, rows) float64; overwritten. Rows are example-major over all outputs, or one for each example.
-    test_kernel : (test rows, rows), NumPy or Dask.
-    targets, residuals : (N, C).
-    test_outputs : (M, C), of the network.
-    ridge : share of the mean diagonal entry that is added to the diagonal.
-    """
-    eigenvalues = leading_eigenvalues(kernel)
-    rows, classes = len(kernel), targets.shape[1]
-    sides = [side.reshape(rows, -1) for side in (targets, residuals)]
-    added = ridge * float(np.trace(kernel)) / rows
-    kernel[np.diag_indices(rows)] += added
-    # The transpose of a symmetric array is itself in the order that LAPACK overwrites without a copy.
-    factor = scipy.linalg.cho_factor(kernel.T, lower=True, overwrite_a=True, check_finite=False)
-    weights = scipy.linalg.cho_solve(factor, np.hstack(sides), check_finite=False)
-    products = np.asarray(test_kernel @ weights)
-    alone, correction = (half.reshape(-1, classes) for half in np.hsplit(products, 2))
-    return Regression(kernel_alone=alone, corrected=test_outputs + correction, eigenvalues=eigenvalues, ridge=added)
 
 
 def leading_eigenvalues(kernel: np.ndarray, count: int = LEADING, rounds: int = 3) -> np.ndarray:
@@ -377,18 +334,31 @@ def run(
         targets = one_hot(data.train_labels, data.classes)
         network = predict(apply, params, data.test)
         residuals = targets - predict(apply, params, data.train)
-        lazy = jacstore.open(path("-test.ntk")).array
-        result = regress(kernel, lazy, targets, residuals, network, ridge)
+        eigenvalues, added = leading_eigenvalues(kernel), ridge * float(np.trace(kernel)) / len(kernel)
+        del kernel  # the solver takes as much memory
+        # The second right-hand side is regression in the model linearised at the trained parameters.
+        model = jacstore.KernelRidge(added).fit(train_kernel, np.stack([targets, residuals], -1))
+        alone, correction = np.moveaxis(model.predict(test_kernel), -1, 0)
+        left_out = model.factor_.loo(targets).mean
 
     scores = {
         "network": accuracy(network, data.test_labels),
-        "kernel ridge regression on its NTK": accuracy(result.kernel_alone, data.test_labels),
-        "network corrected by the kernel": accuracy(result.corrected, data.test_labels),
+        "kernel ridge regression on its NTK": accuracy(alone, data.test_labels),
+        "the same, training examples left out one by one": accuracy(left_out, data.train_labels),
+        "network corrected by the kernel": accuracy(network + correction, data.test_labels),
     }
     drawn = path(".png")
     title = f"{stem}, {settings.net}: {parameters:,} parameters, {len(data.train):,} examples, outputs: {outputs}"
-    figure(drawn, drawn_kernel, data.train_labels[picked], result.eigenvalues, title)
-    _summary(scores, result, times, store, [path(".jac"), path("-test.jac"), path(".ntk"), path("-test.ntk")], data)
+    figure(drawn, drawn_kernel, data.train_labels[picked], eigenvalues, title)
+    _summary(
+        scores,
+        eigenvalues,
+        added,
+        times,
+        store,
+        [path(".jac"), path("-test.jac"), path(".ntk"), path("-test.ntk")],
+        data,
+    )
     print(f"\nfigure   {drawn}")
     return scores
 
@@ -399,13 +369,19 @@ def _say_reused(path: Path, report: dict[str, Any], what: str) -> None:
 
 
 def _summary(
-    scores: dict[str, float], result: Regression, times: Times, store: Any, paths: list[Path], data: Data
+    scores: dict[str, float],
+    eigenvalues: np.ndarray,
+    added: float,
+    times: Times,
+    store: Any,
+    paths: list[Path],
+    data: Data,
 ) -> None:
     table(f"Accuracy on {len(data.test):,} test examples", [(name, f"{score:.1%}") for name, score in scores.items()])
     table(
         "Largest eigenvalues of the kernel",
-        [(f"{i + 1}", f"{value:.4g}") for i, value in enumerate(result.eigenvalues[:5])]
-        + [("added to the diagonal", f"{result.ridge:.3g}")],
+        [(f"{i + 1}", f"{value:.4g}") for i, value in enumerate(eigenvalues[:5])]
+        + [("added to the diagonal", f"{added:.3g}")],
     )
     rows = [(str(path), format_size(bytes_on_disk(path))) for path in paths]
     unstored = store.n_examples * store.n_outputs * store.n_parameters * 4

@@ -53,6 +53,7 @@ FLOORS = {
         "solve",
         "weighting",
         "krylov",
+        "regression",
     ),
     5: ("builder", "verification", "posterior"),
     6: ("cli",),
@@ -86,6 +87,7 @@ NEIGHBOURS = {
     "solve": {"dense", "factoring", "factorization"},
     "weighting": {"dense"},
     "krylov": {"dense"},
+    "regression": {"dense", "krylov", "solve"},
     # The command line is a skin over the public names of the package itself.
     "cli": {""},
 }
@@ -117,6 +119,7 @@ WITHOUT_JAX = (
     "ledger",
     "pieces",
     "plan",
+    "regression",
     "solve",
     "store",
     "terms",

@@ -8,8 +8,13 @@ import warnings
 import dask.array as da
 import numpy as np
 import pytest
+import sklearn.base
+import sklearn.decomposition
+import sklearn.kernel_ridge
+import sklearn.svm
 import zarr
 from scipy.special import softmax
+from sklearn.datasets import load_digits
 
 import jacstore
 import jacstore.factorization
@@ -17,6 +22,7 @@ import jacstore.files
 from jacstore import KernelFactor, StoreWriter, block_cg
 from jacstore.dense import Gram
 from jacstore.errors import Incomplete, Refused
+from jacstore.testing import mlp
 
 K = 2
 METHODS = ("cholesky", "eigh")
@@ -571,6 +577,111 @@ def test_requests_that_cannot_be_iterated_are_refused(kernels):
     assert "rectangular" in refused(block_cg, kernels / "full-cross.ntk", np.ones(24))
     assert "(10, 24)" in refused(block_cg, Counted(case.cross), np.ones(24))
     assert block_cg(case.gram, case.y, alpha=1.0, outputs=K).value.shape == (12, K)
+
+
+# --- regression -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """200 digits and 60 others under a small network, two of its outputs: kernels on disk, outputs, labels."""
+    folder = tmp_path_factory.mktemp("digits")
+    images, labels = load_digits(return_X_y=True)
+    images = (images / 16).astype(np.float32)
+    stores = []
+    for name, span in (("run", slice(0, 200)), ("other", slice(200, 260))):
+        problem = mlp(1, sizes=(64, 16, 10), inputs=images[span], outputs=[0, 1])
+        stores.append(jacstore.build(problem, folder / f"{name}.jac", codec="none", memory="500MB"))
+    for mode in ("full", "trace"):
+        jacstore.gram(stores[0], out=folder / f"{mode}.ntk", mode=mode, memory="500MB")
+        jacstore.gram(stores[1], stores[0], folder / f"{mode}-cross.ntk", mode=mode, memory="500MB")
+    return folder, labels[:200], [store.outputs.astype(np.float64) for store in stores]
+
+
+@pytest.mark.parametrize("mode", ["full", "trace"])
+def test_leave_one_out_of_200_digits_equals_brute_force_and_reads_no_rows(mode, digits):
+    folder, labels, (f0, _) = digits
+    alpha, k = 1e-2, 2 if mode == "full" else 1
+    y = np.eye(10)[labels][:, :2]
+    for path in ("run.jac", "other.jac"):
+        (folder / path).rename(folder / f"{path}.away")
+    try:
+        factor = KernelFactor(folder / f"{mode}.ntk", alpha)
+        found = factor.loo(y, f0)
+    finally:
+        for path in ("run.jac", "other.jac"):
+            (folder / f"{path}.away").rename(folder / path)
+    gram = np.asarray(jacstore.open(folder / f"{mode}.ntk").array)
+    residual = (y - f0).reshape(200 * k, -1)
+    means, covariances = [], []
+    for n in range(200):
+        out = np.arange(n * k, n * k + k)
+        keep = np.delete(np.arange(200 * k), out)
+        cross = gram[np.ix_(keep, out)]
+        sides = np.concatenate([residual[keep], cross], 1)
+        solved = np.linalg.solve(gram[np.ix_(keep, keep)] + alpha * np.eye(len(keep)), sides)
+        means.append((cross.T @ solved[:, :-k]).ravel())
+        left = gram[np.ix_(out, out)] - cross.T @ solved[:, -k:]
+        covariances.append(left / alpha + np.eye(k))
+    assert error(found.mean, f0 + np.stack(means)) < 1e-8
+    assert error(found.covariance, covariances) < 1e-8
+
+
+def test_scikit_learn_takes_the_same_kernels_as_precomputed(digits):
+    folder, labels, _ = digits
+    train, cross = (np.asarray(jacstore.open(folder / f"trace{end}.ntk").array) for end in ("", "-cross"))
+    y = np.eye(10)[labels] - 0.1
+    ours = jacstore.KernelRidge(0.1).fit(folder / "trace.ntk", y)
+    theirs = sklearn.kernel_ridge.KernelRidge(alpha=0.1, kernel="precomputed").fit(train, y)
+    assert error(ours.dual_coef_, theirs.dual_coef_) < 1e-8
+    predicted = ours.predict(folder / "trace-cross.ntk")
+    assert error(predicted, theirs.predict(cross)) < 1e-8
+    truth = np.eye(10)[load_digits(return_X_y=True)[1][200:260]]
+    assert ours.score(folder / "trace-cross.ntk", truth) == pytest.approx(theirs.score(cross, truth), rel=1e-9)
+    right = np.argmax(truth, 1)
+    assert np.mean(np.argmax(predicted, 1) == right) > 0.7
+    machine = sklearn.svm.SVC(kernel="precomputed").fit(train, labels)
+    assert machine.score(cross, right) > 0.7
+    components = sklearn.decomposition.KernelPCA(3, kernel="precomputed").fit(train)
+    assert components.transform(cross).shape == (60, 3)
+
+
+@pytest.mark.parametrize("method", ["cholesky", "eigh", "cg"])
+def test_ridge_regression_around_a_network_in_mode_full(method, digits):
+    folder, labels, (f0, f0_cross) = digits
+    y = np.eye(10)[labels][:, :2]
+    model = jacstore.KernelRidge(1.0, method=method, tolerance=1e-10).fit(folder / "full.ntk", y, f0)
+    gram, cross = (np.asarray(jacstore.open(folder / f"full{end}.ntk").array) for end in ("", "-cross"))
+    weights = np.linalg.solve(gram + 1.0 * np.eye(400), (y - f0).ravel())
+    truth = f0_cross + (cross @ weights).reshape(60, 2)
+    assert error(model.predict(folder / "full-cross.ntk", f0_cross), truth) < 1e-8
+    assert error(model.predict(folder / "full-cross.ntk", f0=0), truth - f0_cross) < 1e-8
+    assert "give f0 at these examples too" in refused(model.predict, folder / "full-cross.ntk")
+    assert (model.factor_ is None) == (method == "cg")
+
+
+def test_of_several_alphas_the_one_with_the_least_left_out_error_is_taken(digits):
+    folder, labels, (f0, _) = digits
+    y, alphas = np.eye(10)[labels][:, :2], [1e-3, 0.1, 10.0, 1000.0]
+    model = jacstore.KernelRidge(alphas, method="eigh").fit(folder / "full.ntk", y, f0)
+    errors = [np.mean((y - KernelFactor(folder / "full.ntk", a, keep=False).loo(y, f0).mean) ** 2) for a in alphas]
+    assert error(model.loo_errors_, errors) < 1e-6
+    assert model.alpha_ == alphas[int(np.argmin(errors))] and min(errors) < errors[0]
+    single = jacstore.KernelRidge(model.alpha_).fit(folder / "full.ntk", y, f0)
+    assert error(model.dual_coef_, single.dual_coef_) < 1e-8
+
+
+def test_ridge_regression_keeps_to_the_manner_of_scikit_learn():
+    case = Case("wide", 0.1)
+    model = jacstore.KernelRidge(0.1, outputs=K)
+    copy = sklearn.base.clone(model)
+    assert copy is not model and copy.get_params() == model.get_params()
+    assert copy.set_params(alpha=2.0) is copy and copy.alpha == 2.0 and model.alpha == 0.1
+    assert "allowed are alpha, method" in refused(copy.set_params, gamma=1)
+    assert "call fit(kernel, y) first" in refused(model.predict, case.cross)
+    assert "cholesky, eigh, cg" in refused(copy.set_params(method="lu").fit, case.gram, case.y)
+    assert model.fit(case.gram, case.y) is model
+    assert error(model.predict(case.cross), case.factor("eigh").predict(case.cross, case.y)) < 1e-9
 
 
 # --- weighting --------------------------------------------------------------------------------------------------------
