@@ -7,7 +7,6 @@ writing (threads of the writer). At most two units are alive: the one being fill
 from __future__ import annotations
 
 import math
-import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from jacstore.assembly import gram
 from jacstore.blocks import UnitBlock, storage_dtype
 from jacstore.codec import fastest_codec, measured_disk_speed
 from jacstore.devices import device
-from jacstore.errors import Interrupted, Mismatch, Refused
+from jacstore.errors import Interrupted, Refused
 from jacstore.files import Folder
 from jacstore.jacobian import BatchRows, DevicePass, device_budget
 from jacstore.machine import format_size, parse_size
@@ -34,12 +33,10 @@ from jacstore.problem import Prepared, Problem, prepare
 from jacstore.progress import BatchDone, Listener, Started, silent
 from jacstore.store import DTYPES, JacobianStore, leaf_table
 from jacstore.trace import cut_before_products
-from jacstore.unit import Unit, hash_inputs
+from jacstore.unit import Unit, refuse_other_inputs
 from jacstore.writer import StoreWriter, factor_bytes, refuse_small_disk
 
 LAYOUTS = ("auto", "dense", "factored")
-# How many finished units a rerun checks against the inputs it was given; `verify` checks all.
-UNITS_REHASHED = 4
 READ_AHEAD = 2
 # Device passes begun before the first of them is waited for: more than one keeps a second core busy.
 IN_FLIGHT = 4
@@ -147,7 +144,7 @@ def build(
     with writer:
         reused = len(writer.units) - len(writer.missing)
         listener(Started(what="units", total=len(writer.units), done=reused))
-        job.rehash(writer)
+        refuse_other_inputs(writer, job.prepared.read)
         times = job.run(writer, listener, stop or (lambda: False))
         computed = len(writer.units) - len(writer.missing) - reused
     store = writer.store
@@ -299,20 +296,6 @@ class _Job:
         count = len(jax.tree_util.tree_leaves(examples)[0])
         for first, values in self.device_pass.dispatch(examples):
             yield self.device_pass.fetch(first, values, count)
-
-    def rehash(self, writer: StoreWriter) -> None:
-        """Refuse other inputs than those that finished units were made from: a few units, chosen anew each time."""
-        store = writer.store
-        missing = set(writer.missing)
-        done = [unit for unit in writer.units if store.unit_range(unit) not in missing]
-        chosen = {*done[:1], *done[-1:], *random.sample(done, min(len(done), UNITS_REHASHED - 2))}
-        for unit in sorted(chosen):
-            start, stop = store.unit_range(unit)
-            if hash_inputs(self.prepared.read(start, stop)) != store.record(unit)["inputs"]:
-                raise Mismatch(
-                    f"{store.path} was built from another request (inputs: examples {start} to {stop - 1} changed); "
-                    "give the same inputs, choose another --out (out=), or start anew with --overwrite (overwrite=True)"
-                )
 
     def run(self, writer: StoreWriter, listener: Listener, stop: Callable[[], bool]) -> dict[str, float]:
         """Compute and write the missing units."""

@@ -74,7 +74,7 @@ def _traced_anew(flat: Flat, arguments: tuple[Any, ...]) -> Any:
 
 def _probe_batch(apply: Callable[[Any, Any], Any], parameters: Parameters, example: Any, alone: np.ndarray) -> None:
     """Compare example 0 alone with example 0 beside another one; beside itself would hide BatchNorm."""
-    batch = jax.tree_util.tree_map(lambda leaf: np.stack([leaf, _perturbed(np.asarray(leaf))]), example)
+    batch = jax.tree_util.tree_map(lambda leaf: np.stack([leaf, perturbed(np.asarray(leaf))]), example)
 
     def flat(selected: list[Any], rest: list[Any], batch: Any) -> jax.Array:
         return flatten_outputs(first_of_batch(apply(parameters.join(selected, rest), batch), 2))
@@ -117,7 +117,7 @@ def _close(a: np.ndarray, b: np.ndarray) -> bool:
     return bool(np.linalg.norm(a - b) <= tolerance * max(np.linalg.norm(a), np.linalg.norm(b)))
 
 
-def _perturbed(leaf: np.ndarray) -> np.ndarray:
+def perturbed(leaf: np.ndarray) -> np.ndarray:
     """Another example of the same kind: far away if floating, of values that occur if integer (they may be indices)."""
     if jnp.issubdtype(leaf.dtype, np.inexact):
         with np.errstate(over="ignore"):

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
 from jacstore.blocks import UnitBlock
-from jacstore.errors import JacstoreError
+from jacstore.errors import JacstoreError, Mismatch
 from jacstore.jacobian import BatchRows
 from jacstore.store import operand_array
 from jacstore.writer import StoreWriter
+
+# How many finished units a rerun checks against the inputs it was given; `verify` checks all.
+UNITS_REHASHED = 4
 
 
 class Unit:
@@ -68,6 +73,24 @@ class Unit:
             raise
         self._spare.append(self.blocks)
         return time.perf_counter() - began
+
+
+def refuse_other_inputs(writer: StoreWriter, read: Callable[[int, int], Any]) -> list[int]:
+    """Refuse other inputs than those that finished units were made from; returns the few units that were checked.
+
+    They are chosen anew each time.
+    """
+    store, missing = writer.store, set(writer.missing)
+    done = [unit for unit in writer.units if store.unit_range(unit) not in missing]
+    chosen = {*done[:1], *done[-1:], *random.sample(done, min(len(done), UNITS_REHASHED - 2))}
+    for unit in sorted(chosen):
+        start, stop = store.unit_range(unit)
+        if hash_inputs(read(start, stop)) != store.record(unit)["inputs"]:
+            raise Mismatch(
+                f"{store.path} was built from another request (inputs: examples {start} to {stop - 1} changed); "
+                "give the same inputs, choose another --out (out=), or start anew with --overwrite (overwrite=True)"
+            )
+    return sorted(chosen)
 
 
 def hash_inputs(examples: Any) -> str:
