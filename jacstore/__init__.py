@@ -63,7 +63,13 @@ _HOMES = {
 }
 
 
+# Submodules for another framework, which has to be installed: `jacstore.torch.build`.
+_EXTRAS = ("torch",)
+
+
 def __getattr__(name: str) -> Any:
+    if name in _EXTRAS:
+        return importlib.import_module(f"jacstore.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'jacstore' has no attribute {name!r}")
     module, _, attribute = _HOMES[name].partition(".")

@@ -37,7 +37,20 @@ FLOORS = {
         "ledger",
         "devices",
     ),
-    3: ("trace", "blocks", "engine", "engine_xla", "codec", "hierarchy", "store", "writer", "kernel", "checkpoints"),
+    3: (
+        "trace",
+        "blocks",
+        "engine",
+        "engine_xla",
+        "codec",
+        "hierarchy",
+        "store",
+        "writer",
+        "kernel",
+        "checkpoints",
+        "torch_network",
+        "torch_layers",
+    ),
     4: (
         "jacobian",
         "unit",
@@ -55,7 +68,7 @@ FLOORS = {
         "krylov",
         "regression",
     ),
-    5: ("builder", "verification", "posterior"),
+    5: ("builder", "verification", "posterior", "torch"),
     6: ("cli",),
 }
 FLOOR = {module: floor for floor, modules in FLOORS.items() for module in modules}
@@ -80,6 +93,7 @@ NEIGHBOURS = {
     "writer": {"hierarchy", "store", "blocks"},
     "kernel": {"hierarchy"},
     "checkpoints": {"kernel"},
+    "torch_layers": {"torch_network", "trace"},
     "unit": {"jacobian"},
     "cluster": {"item"},
     "assembly": {"cluster", "item", "lazy"},
@@ -88,6 +102,7 @@ NEIGHBOURS = {
     "weighting": {"dense"},
     "krylov": {"dense"},
     "regression": {"dense", "krylov", "solve"},
+    "torch": {"builder"},
     # The command line is a skin over the public names of the package itself.
     "cli": {""},
 }
@@ -240,6 +255,11 @@ def test_assembling_a_kernel_never_needs_the_problem() -> None:
 def test_a_process_that_assembles_never_loads_jax() -> None:
     code = f"import sys, jacstore.{', jacstore.'.join(WITHOUT_JAX)}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=PACKAGE.parent).returncode == 0
+
+
+def test_torch_is_imported_only_by_its_own_modules() -> None:
+    users = {module for module in modules() for found in of(module) if found.name.partition(".")[0] == "torch"}
+    assert users == {"torch", "torch_layers", "torch_network"}
 
 
 def test_the_plan_is_arithmetic_alone() -> None:
