@@ -30,7 +30,7 @@ from jacstore.machine import format_size
 from jacstore.progress import BatchDone, Listener, Started, silent
 from jacstore.store import DTYPES, JacobianStore
 from jacstore.terms import expand
-from jacstore.torch_layers import Cut, Taps, choose_terms, find_layers
+from jacstore.torch_layers import Taps, choose_terms, find_layers
 from jacstore.torch_network import Network, calling, close, leaves_of, mapped, probe, requested, settings
 from jacstore.unit import Unit, refuse_other_inputs
 from jacstore.writer import StoreWriter
@@ -142,7 +142,7 @@ def build(
     return store
 
 
-# ---------------------------------------------------------------------------------------------------------------- inputs
+# --------------------------------------------------------------------------------------------------------------- inputs
 
 
 class _OnHost:
@@ -209,7 +209,8 @@ class TorchPass:
         while True:
             self.cut = choose_terms(network, truth.layers, truth.outside, self.n_outputs, layout, wrong)
             with calling(example):
-                differing = self._differing(first, truth)
+                _, held, generic = self._first_values(network.tensors(first), truth.cotangent[None])
+            differing = self._differing(held, generic, truth)
             if not differing:
                 break
             if differing & set(self.cut.generic):
@@ -220,28 +221,31 @@ class TorchPass:
             wrong |= differing
         self._size(truth, budget, batch_size, source.n_examples)
 
-    def _differing(self, first: Any, truth: _Plain) -> set[str]:
-        """Parameters whose rows, weighted by random cotangents, are not what plain autograd gives."""
-        examples, cotangents = self.network.tensors(first), truth.cotangent[None]
+    def _first_values(self, examples: Any, cotangents: torch.Tensor) -> Any:
+        """Values of the first examples, mapped over them if that can be."""
         try:
-            _, held, generic = self._values(examples, cotangents)
+            return self._values(examples, cotangents)
         except Refused:
             raise
         except Exception:
             # Some layers have no rule for vmap, or look at values: then examples are taken one at a time.
             self.mapped = False
-            _, held, generic = self._values(examples, cotangents)
-        found = set()
+            return self._values(examples, cotangents)
+
+    def _differing(self, held: Any, generic: Any, truth: _Plain) -> set[str]:
+        """Parameters whose rows, weighted by a random cotangent, are not what plain autograd gives."""
+        found: set[str] = set()
+        if not np.isfinite(truth.norm):
+            return found  # the build reports such examples
+        tolerance = torch.finfo(self.network.dtype).eps ** 0.5
         for (name, wanted), leaf in zip(truth.gradients.items(), self.cut.leaves, strict=True):
-            terms = leaf.terms if not leaf.dense else self.cut.rows[name]
+            terms = self.cut.rows[name] if leaf.dense else leaf.terms
             rows = expand(terms, held, leaf.size)[:, 0] if terms else generic[name][:, 0]
             difference = np.linalg.norm(rows.astype(np.float64) - wanted)
-            tolerance = torch.finfo(self.network.dtype).eps ** 0.5
             # A gradient that is nothing but rounding is no smaller than a share of the whole.
             if not difference <= tolerance * (np.linalg.norm(wanted) + tolerance * truth.norm):
                 found.add(name)
-        # Of non-finite gradients nothing can be said; the build reports their examples.
-        return found if np.isfinite(truth.norm) else set()
+        return found
 
     def _size(self, truth: _Plain, budget: int, batch_size: int | None, n_examples: int) -> None:
         cut, itemsize = self.cut, self.network.dtype.itemsize
@@ -303,7 +307,8 @@ class TorchPass:
             def back(cotangent: torch.Tensor) -> Any:
                 return self._operands(*pull(cotangent))
 
-            return outputs, inputs, *torch.func.vmap(back)(cotangents)
+            pulled, rows = torch.func.vmap(back)(cotangents)
+            return outputs, inputs, pulled, rows
 
         with torch.no_grad():
             return torch.func.vmap(one, in_dims=(0, None))(examples, cotangents)
@@ -384,7 +389,7 @@ class _Plain:
             name: np.stack([_host(gradients[i]).reshape(-1) for gradients in found]).astype(np.float64)
             for i, name in enumerate(network.selected)
         }
-        self.norm = float(np.sqrt(sum(np.square(g).sum() for g in self.gradients.values())))
+        self.norm = float(np.sqrt(sum(np.vdot(g, g) for g in self.gradients.values())))
         network.selected = {name: value.detach() for name, value in network.selected.items()}
         taps.calls = {}
 
@@ -409,7 +414,7 @@ def _stacked(found: list[Any]) -> Any:
     return torch.stack([one.detach() for one in found])
 
 
-# ----------------------------------------------------------------------------------------------------------- the loop
+# ------------------------------------------------------------------------------------------------------------- the loop
 
 
 def _run(

@@ -1,8 +1,8 @@
 """In: a network in torch and an example. Out: its layers as they are called, and the terms of every parameter leaf.
 
-Hooks on Linear, Conv1d to Conv3d and Embedding keep what goes in and add a zero to what comes out: the cotangent of that
-zero is the layer's, whatever is done in place afterwards. A parameter that is used anywhere else than by its layers'
-calls (the edges into it are counted in autograd's graph) has no terms and is stored as rows.
+Hooks on Linear, Conv1d to Conv3d and Embedding keep what goes in and add a zero to what comes out: the cotangent of
+that zero is the layer's, whatever is done in place afterwards. A parameter that is used anywhere else than by its
+layers' calls (the edges into it are counted in autograd's graph) has no terms and is stored as rows.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _low_padding(module: Any) -> tuple[int, ...]:
     return tuple(module.padding)
 
 
-# ----------------------------------------------------------------------------------------------------------------- hooks
+# ---------------------------------------------------------------------------------------------------------------- hooks
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -230,7 +230,7 @@ def _parameters(network: Network, layer: Layer) -> Iterator[tuple[str, bool]]:
             yield name, kind == "bias"
 
 
-# ----------------------------------------------------------------------------------------------------------------- terms
+# ---------------------------------------------------------------------------------------------------------------- terms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,17 +268,21 @@ def choose_terms(
             uses[name].append((layer, bias))
     reasons = {name: _reason(uses[name], outside[name], name in wrong) for name in uses}
     known = {name: [] if reasons[name] else made for name, made in uses.items()}
-    chosen, stored = {}, set()
+    chosen: dict[str, bool] = {}
+    stored: set[str] = set()
     for biases in (False, True):
         for name, made in known.items():
             if made and made[0][1] == biases:
                 chosen[name], reasons[name] = _pays(network.selected[name], made, n_outputs, layout, stored)
                 stored |= {layer.name for layer, _ in made if chosen[name] and not biases}
-    leaves, rows, start, offset = [], {}, 0, 0
+    leaves: list[Leaf] = []
+    rows: dict[str, tuple[Factored, ...]] = {}
+    start = offset = 0
     for name, value in network.selected.items():
-        terms: tuple[Term, ...] = tuple(layer.term(bias) for layer, bias in known[name])
+        factored = tuple(layer.term(bias) for layer, bias in known[name])
+        terms: tuple[Term, ...] = factored
         if not chosen.get(name):
-            rows[name] = terms
+            rows[name] = factored
             terms = (Dense(start=start, size=value.numel()),)
             start += value.numel()
         leaves.append(

@@ -139,7 +139,7 @@ def _flattened(output: Any, count: int) -> torch.Tensor:
 
 @contextmanager
 def settings() -> Iterator[None]:
-    """Products in full precision, deterministic convolutions, and every layer called as a module of its own."""
+    """Full precision, deterministic convolutions, attention that vmap can take and whose layers hooks can see."""
     fast, precision = torch.backends.mha.get_fastpath_enabled(), torch.get_float32_matmul_precision()
     torch.backends.mha.set_fastpath_enabled(False)
     torch.set_float32_matmul_precision("highest")
@@ -147,6 +147,7 @@ def settings() -> Iterator[None]:
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
+            torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
             torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False),
         ):
             yield

@@ -178,3 +178,13 @@ def test_kernels_that_differ_are_refused_and_examples_at_a_kink_are_counted() ->
     assert largest < child.TOLERANCE and kinks == 1
     with pytest.raises(Damaged, match="60 examples"):
         child.check_kernel(1.001 * kernel, kernel, "scaled")
+
+
+def test_torch_rows_compares_bytes_speed_and_rows(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    script = str(ROOT / "pipelines" / "torch_rows.py")
+    printed = run(tmp_path, script, "--small", "--examples", "6", "--memory", "500MB")
+    table = json.loads(printed.splitlines()[-1])
+    assert [row["net"] for row in table] == ["mlp", "cnn", "text"]
+    assert all(row["largest_row_error"] <= 1e-5 and row["bytes_stored"] < row["bytes_dense"] for row in table)
+    assert all(row["examples_per_second"] > 0 and row["jacrev_per_second"] > 0 and row["factored"] for row in table)

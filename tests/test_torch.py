@@ -15,11 +15,14 @@ from helpers_process import contents
 
 import jacstore
 from jacstore.errors import Interrupted, Mismatch, NonFinite, ProbeFailed, Refused
-from jacstore.progress import BatchDone, UnitDone
+from jacstore.progress import BatchDone
 from jacstore.testing import Counting, Stopping, dense_kernel, kernel_error, row_error
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
+# Tiny networks on a busy machine: a second thread only waits for the first.
+torch.set_num_threads(1)
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 
 
 @pytest.fixture(autouse=True)
@@ -122,11 +125,7 @@ def pyramid():
 
 
 def tied_linear():
-    module = Function(
-        lambda m, x: m.b(torch.tanh(m.a(x))).tanh() @ torch.randn(8, 3, generator=torch.Generator().manual_seed(0)),
-        a=nn.Linear(8, 8),
-        b=nn.Linear(8, 8),
-    )
+    module = Function(lambda m, x: m.b(torch.tanh(m.a(x)))[:, :3].tanh(), a=nn.Linear(8, 8), b=nn.Linear(8, 8))
     module.b.weight = module.a.weight
     return module, torch.randn(5, 8)
 
@@ -152,7 +151,7 @@ def sequence_first():
     def forward(m, x):
         return m.head(torch.tanh(m.up(x.transpose(0, 1)))).mean(0)
 
-    return Function(forward, up=nn.Linear(4, 20), head=nn.Linear(20, 3)), torch.randn(5, 5, 4)
+    return Function(forward, up=nn.Linear(24, 20), head=nn.Linear(20, 3)), torch.randn(5, 5, 24)
 
 
 def frames():
@@ -179,18 +178,22 @@ def encoder():
 
 
 def lstm():
-    module = Function(lambda m, x: m.head(m.lstm(x)[0][:, -1]), lstm=nn.LSTM(3, 4, batch_first=True), head=nn.Linear(4, 3))
+    module = Function(
+        lambda m, x: m.head(m.lstm(x)[0][:, -1]), lstm=nn.LSTM(3, 4, batch_first=True), head=nn.Linear(4, 3)
+    )
     return module, torch.randn(4, 3, 3)
 
 
 def several_inputs():
-    module = Function(lambda m, a, b: {"y": m.a(a).tanh() * b["s"], "x": m.b(b["t"])}, a=nn.Linear(4, 9), b=nn.Linear(2, 3))
+    module = Function(
+        lambda m, a, b: {"y": m.a(a).tanh() * b["s"], "x": m.b(b["t"])}, a=nn.Linear(4, 9), b=nn.Linear(2, 3)
+    )
     return module, (torch.randn(4, 4), {"s": torch.randn(4, 1), "t": torch.randn(4, 2)})
 
 
 # For each network the terms of its leaves in the order of named_parameters.
 NETWORKS = {
-    "cnn": (cnn, "dense dense dense dense conv dot conv dot dot"),
+    "cnn": (cnn, "dense dense dense dense dense dense conv dot dot"),
     "tokens": (token_model, "dense index dense dense dense dot dot dot dot"),
     "conv 1-D": (space(1, 3, stride=2), "conv dot dot dot"),
     "conv 3-D": (space(3, 2, padding=1), "dense dense dot dot"),
@@ -200,7 +203,7 @@ NETWORKS = {
     "images of two sizes": (pyramid, "dense dense dot dot"),
     "tied layers": (tied_linear, "dot+dot dot dot"),
     "tied embedding": (tied_embedding, "dot+index"),
-    "a weight used outside its layer": (used_outside, "dense dot dot dot"),
+    "a weight used outside its layer": (used_outside, "dense dense dot dot"),
     "sequence first": (sequence_first, "dot dot dot dot"),
     "frames as a batch": (frames, "conv dot dot dot"),
     "inputs shared by layers": (shared_inputs, "dot dot dot dot dot dot dot dot"),
@@ -384,7 +387,7 @@ def test_a_killed_build_continues_and_equals_an_uninterrupted_one_to_the_bit(tmp
     module, inputs = cnn()
     store = jacstore.torch.build(module, inputs, out, unit_size=1)
     assert (store.report["units_reused"], store.report["units_computed"]) == (2, 4)
-    whole = jacstore.torch.build(module, inputs, tmp_path / "whole.jac", unit_size=1)
+    jacstore.torch.build(module, inputs, tmp_path / "whole.jac", unit_size=1)
     names = ("rows", "factors", "outputs", "norms")
     assert contents(out, *names) == contents(tmp_path / "whole.jac", *names)
     assert jacstore.torch.build(module, inputs, out).report["units_computed"] == 0
@@ -546,35 +549,51 @@ def depends_on_values(m, x):
     return m.a(y) if bool((x.sum() > 0).any()) else y
 
 
+def linear(forward, width=2):
+    return lambda: Function(forward, a=nn.Linear(4, width))
+
+
 X = torch.tensor([[1.0, 2, 3, 4], [-5, -6, -7, -8], [1, 1, 1, 1]])
 REFUSALS = {
     "dropout": (lambda: nn.Sequential(nn.Linear(4, 2), nn.Dropout()), X, {}, ProbeFailed, r"'1' \(Dropout\).*eval"),
     "batch norm": (lambda: nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)), X, {}, ProbeFailed, "couples.*eval"),
     "transformer": (lambda: nn.TransformerEncoderLayer(4, 2, 8), X[:, None], {}, ProbeFailed, "noise.*eval"),
-    "noise": (lambda: Function(lambda m, x: m.a(x + torch.rand(())), a=nn.Linear(4, 2)), X, {}, ProbeFailed, "call to call"),
+    "noise": (
+        lambda: Function(lambda m, x: m.a(x + torch.rand(())), a=nn.Linear(4, 2)),
+        X,
+        {},
+        ProbeFailed,
+        "call to call",
+    ),
     "no statistics": (
-        lambda: nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 2)).eval(),
+        lambda: nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False), nn.Flatten(), nn.Linear(8, 2)).eval(),
         X[:, :, None].expand(3, 4, 2).contiguous(),
         {},
         ProbeFailed,
         "other examples",
     ),
-    "coupled": (lambda: Function(lambda m, x: m.a(x - x.mean(0)), a=nn.Linear(4, 2)), X, {}, ProbeFailed, "other examples"),
+    "coupled": (
+        lambda: Function(lambda m, x: m.a(x - x.mean(0)), a=nn.Linear(4, 2)),
+        X,
+        {},
+        ProbeFailed,
+        "other examples",
+    ),
     "not a module": (lambda: torch.tanh, X, {}, Refused, "torch.nn.Module"),
     "nothing to differentiate": (lambda: nn.Linear(4, 2).requires_grad_(False), X, {}, Refused, "requires_grad"),
     "complex": (lambda: nn.Linear(4, 2, dtype=torch.complex64), X, {}, Refused, "complex64"),
     "wrong shape": (lambda: nn.Linear(5, 2), X, {}, Refused, r"module raised RuntimeError.*float32\[4\]"),
-    "integer outputs": (lambda: Function(lambda m, x: m.a(x).argmax(1), a=nn.Linear(4, 2)), X, {}, Refused, "int64"),
-    "no batch axis": (lambda: Function(lambda m, x: m.a(x).sum(), a=nn.Linear(4, 2)), X, {}, Refused, "batch of 1"),
-    "no outputs": (lambda: Function(lambda m, x: m.a(x)[:, :0], a=nn.Linear(4, 2)), X, {}, Refused, "K = 0"),
-    "infinite": (lambda: Function(lambda m, x: m.a(x) / 0, a=nn.Linear(4, 2)), X, {}, ProbeFailed, "output 0 of example 0"),
-    "examples differ": (lambda: Function(depends_on_values, a=nn.Linear(4, 4)), X, {}, Refused, "otherwise for one"),
+    "integer outputs": (linear(lambda m, x: m.a(x).argmax(1)), X, {}, Refused, "int64"),
+    "no batch axis": (linear(lambda m, x: m.a(x).sum()), X, {}, Refused, "batch of 1"),
+    "no outputs": (linear(lambda m, x: m.a(x)[:, :0]), X, {}, Refused, "K = 0"),
+    "infinite": (linear(lambda m, x: m.a(x) / 0), X, {}, ProbeFailed, "output 0 of example 0"),
+    "examples differ": (linear(depends_on_values, 4), X, {}, Refused, "otherwise for one"),
     "no example": (lambda: nn.Linear(4, 2), X[:0], {}, Refused, "0 examples"),
     "output out of range": (lambda: nn.Linear(4, 2), X, {"outputs": [2]}, Refused, "0 to 1"),
     "layout": (lambda: nn.Linear(4, 2), X, {"layout": "sparse"}, Refused, "layout"),
     "dtype": (lambda: nn.Linear(4, 2), X, {"dtype": "int8"}, Refused, "dtype"),
     "batch size": (lambda: nn.Linear(4, 2), X, {"batch_size": 0}, Refused, "batch_size"),
-    "memory": (lambda: nn.Linear(4, 2), X, {"memory": "100B"}, Refused, "memory"),
+    "memory": (lambda: nn.Linear(4, 2), X, {"memory": "30B"}, Refused, "memory"),
 }
 
 
@@ -584,4 +603,3 @@ def test_what_cannot_be_is_refused_in_one_line(name):
     with pytest.raises(error, match=pattern) as refused:
         jacstore.torch.build(made(), inputs, None, **options)
     assert "\n" not in str(refused.value) and refused.value.exit_code == 2
-    assert not any(layer._forward_hooks for m in [made()] if isinstance(m, nn.Module) for layer in m.modules())
