@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jacstore.kernel import Kernel
     from jacstore.krylov import block_cg
     from jacstore.lazy import lazy_kernel
+    from jacstore.operators import operator
     from jacstore.problem import Problem
     from jacstore.regression import KernelRidge
     from jacstore.solve import KernelFactor
@@ -39,6 +40,7 @@ __all__ = [
     "open",
     "spectrum",
     "weighted",
+    "operator",
 ]
 __version__ = "0.1.0"
 
@@ -60,6 +62,7 @@ _HOMES = {
     "block_cg": "krylov",
     "spectrum": "factoring",
     "weighted": "weighting",
+    "operator": "operators",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -9,12 +10,29 @@ import jax.numpy as jnp
 import numpy as np
 
 from jacstore.blame import kind_of
+from jacstore.errors import Refused
 
 
 def paths_and_leaves(tree: Any) -> list[tuple[str, Any]]:
     """Flatten `tree` to (path, leaf): keys joined by `/`, each percent-encoded; a bare leaf has the path `.`."""
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
     return [("/".join(_component(entry) for entry in keys) if keys else ".", leaf) for keys, leaf in flat]
+
+
+def replaced(tree: Any, values: Mapping[str, Any]) -> Any:
+    """The same tree with other leaves at the paths of `values`.
+
+    Raises
+    ------
+    Refused
+        If the tree has no leaf at such a path.
+    """
+    named = paths_and_leaves(tree)
+    missing = sorted(set(values) - {path for path, _ in named})
+    if missing:
+        raise Refused(f"the tree has no leaf {missing[0]!r}; give the parameters that the rows were taken for (like=)")
+    leaves = [values.get(path, leaf) for path, leaf in named]
+    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(tree), leaves)
 
 
 def _component(entry: Any) -> str:

@@ -21,6 +21,32 @@ def plan_steps(
 ) -> tuple[Step, ...]:
     """Steps over the factored leaves, in the order of their first leaves."""
     by_name = {operand.name: operand for operand in operands}
+    steps = []
+    for members, names in sharing(leaves):
+        costs = {n: _costs(leaves[n], by_name, n_outputs, n_examples, mode) for n in members}
+        expanded = tuple(n for n, (pair, rows, example) in costs.items() if rows + 2 * example / n_examples < pair)
+        rows_flops = {n: costs[n][1] for n in expanded}
+        positions = max(
+            (_positions(leaves[n], by_name) for n in members if n not in expanded and not _simple(leaves[n], by_name)),
+            default=1,
+        )
+        steps.append(
+            Step(
+                leaves=members,
+                expanded=expanded,
+                numbers=sum(by_name[name].numbers(n_outputs) for name in names),
+                channel_columns=max((channel_columns(leaves[n], by_name) for n in expanded), default=0),
+                patch_numbers=max((_patch_numbers(leaves[n], by_name) for n in expanded), default=0),
+                positions=positions,
+                flops_pair=sum(rows_flops.get(n, costs[n][0]) for n in members),
+                flops_example=sum(costs[n][2] for n in expanded),
+            )
+        )
+    return tuple(steps)
+
+
+def sharing(leaves: Sequence[Leaf]) -> list[tuple[tuple[int, ...], tuple[str, ...]]]:
+    """Sets of factored leaves that share operands, in the order of their first leaves, with the operands' names."""
     sets: list[tuple[list[int], set[str]]] = []
     for index, leaf in enumerate(leaves):
         if leaf.dense or not leaf.size:
@@ -30,28 +56,7 @@ def plan_steps(
             sets.remove(other)
             members, names = other[0] + members, other[1] | names
         sets.append((members, names))
-    steps = []
-    for members, names in sorted(sets, key=lambda entry: min(entry[0])):
-        costs = {n: _costs(leaves[n], by_name, n_outputs, n_examples, mode) for n in sorted(members)}
-        expanded = tuple(n for n, (pair, rows, example) in costs.items() if rows + 2 * example / n_examples < pair)
-        rows_flops = {n: costs[n][1] for n in expanded}
-        positions = max(
-            (_positions(leaves[n], by_name) for n in members if n not in expanded and not _simple(leaves[n], by_name)),
-            default=1,
-        )
-        steps.append(
-            Step(
-                leaves=tuple(sorted(members)),
-                expanded=expanded,
-                numbers=sum(by_name[name].numbers(n_outputs) for name in sorted(names)),
-                channel_columns=max((channel_columns(leaves[n], by_name) for n in expanded), default=0),
-                patch_numbers=max((_patch_numbers(leaves[n], by_name) for n in expanded), default=0),
-                positions=positions,
-                flops_pair=sum(rows_flops.get(n, costs[n][0]) for n in members),
-                flops_example=sum(costs[n][2] for n in expanded),
-            )
-        )
-    return tuple(steps)
+    return [(tuple(sorted(m)), tuple(sorted(names))) for m, names in sorted(sets, key=lambda entry: min(entry[0]))]
 
 
 def channel_columns(leaf: Leaf, operands: dict[str, Operand]) -> int:

@@ -9,7 +9,7 @@ import contextlib
 import math
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -240,12 +240,17 @@ class JacobianStore:
                 runs.append((leaf, a, b))
         return runs
 
-    def read_operand(self, name: str, start: int, stop: int, dtype: Any = None) -> np.ndarray:
-        """An operand of examples `start` to `stop`, `(n, ...)` or `(n, K, ...)`; bfloat16 as float32."""
+    def read_operand(
+        self, name: str, start: int, stop: int, dtype: Any = None, empty: Callable[..., np.ndarray] = np.empty
+    ) -> np.ndarray:
+        """An operand of examples `start` to `stop`, `(n, ...)` or `(n, K, ...)`; bfloat16 as float32.
+
+        `empty(shape, dtype)` gives the memory for it.
+        """
         layout = self.layouts[operand_array(name)]
         stored = np.dtype("float32" if layout.dtype == "uint16" else layout.dtype)
         dtype = stored if dtype is None or stored.kind == "i" else dtype
-        out = np.empty((stop - start, *layout.shape[1:]), dtype)
+        out = empty((stop - start, *layout.shape[1:]), dtype)
         self.read(operand_array(name), start, stop, 0, layout.shape[-1], out)
         return out
 

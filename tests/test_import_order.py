@@ -29,6 +29,8 @@ FLOORS = {
         "terms",
         "contraction",
         "factors",
+        "term_products",
+        "likelihoods",
         "steps",
         "expansion",
         "plan",
@@ -50,6 +52,8 @@ FLOORS = {
         "checkpoints",
         "torch_network",
         "torch_layers",
+        "panels",
+        "streams",
     ),
     4: (
         "jacobian",
@@ -87,6 +91,7 @@ NEIGHBOURS = {
     "target": {"blame", "problem"},
     "contraction": {"terms"},
     "factors": {"contraction", "terms"},
+    "term_products": {"terms"},
     "steps": {"plan", "terms"},
     "expansion": {"plan", "terms"},
     "store": {"hierarchy", "blocks"},
@@ -103,6 +108,9 @@ NEIGHBOURS = {
     "krylov": {"dense"},
     "regression": {"dense", "krylov", "solve"},
     "torch": {"builder"},
+    "panels": {"store"},
+    "streams": {"panels", "store"},
+    "operators": {"lazy"},
     # The command line is a skin over the public names of the package itself.
     "cli": {""},
 }
@@ -111,6 +119,8 @@ NEIGHBOURS = {
 CHOICES = {
     ("assembly", "jacstore.engine_xla"),
     ("item", "jacstore.engine_xla"),
+    # Only who has a pytree has JAX already.
+    ("operators", "jacstore.pytrees"),
 }
 
 # `jacstore/__init__.py` is lazy and stands above all floors; `testing.py` may import anything and nothing imports it.
@@ -133,10 +143,13 @@ WITHOUT_JAX = (
     "lazy",
     "ledger",
     "pieces",
+    "operators",
+    "panels",
     "plan",
     "regression",
     "solve",
     "store",
+    "streams",
     "terms",
     "weighting",
     "writer",
