@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jacstore.kernel import Kernel
     from jacstore.krylov import block_cg
     from jacstore.lazy import lazy_kernel
+    from jacstore.normal_matrix import ggn
     from jacstore.operators import operator
     from jacstore.problem import Problem
     from jacstore.regression import KernelRidge
@@ -33,6 +34,7 @@ __all__ = [
     "StoreWriter",
     "block_cg",
     "build",
+    "ggn",
     "gram",
     "lazy_kernel",
     "load_target",
@@ -48,6 +50,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Problem": "problem",
     "build": "builder",
+    "ggn": "normal_matrix",
     "gram": "assembly",
     "lazy_kernel": "lazy",
     "Kernel": "kernel",

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator
+from typing import Protocol
 
 import numpy as np
 from crc32c import crc32c
 
 from jacstore.errors import Damaged
-from jacstore.files import Folder
-from jacstore.kernel import Kernel
+from jacstore.files import Files, Folder
+from jacstore.ledger import Ledger
 from jacstore.pieces import raw
 
 # Checkpoints may take this share of the time; a kill then loses at most their cost divided by it.
@@ -20,10 +21,17 @@ CHECKPOINT_SHARE = 0.05
 CHECKPOINT_SPEED = 3e8
 
 
+class Holder(Protocol):
+    """Where accumulators are kept: a kernel, or another folder with a ledger."""
+
+    files: Files
+    ledger: Ledger
+
+
 class Checkpoints:
     """Accumulators of a running item in two alternating files, each valid once its record is there."""
 
-    def __init__(self, kernel: Kernel, item: int, shapes: list[tuple[int, ...]]) -> None:
+    def __init__(self, kernel: Holder, item: int, shapes: list[tuple[int, ...]]) -> None:
         self.kernel, self.item, self.shapes = kernel, item, shapes
         self.cost = 8 * sum(int(np.prod(shape)) for shape in shapes) / CHECKPOINT_SPEED
         self.turn = 0
@@ -72,7 +80,7 @@ class Checkpoints:
             self.kernel.files.remove(f"checkpoints/item-{self.item:07d}-{turn}.bin")
 
 
-def write_sums(kernel: Kernel, name: str, totals: Iterable[np.ndarray]) -> list[int]:
+def write_sums(kernel: Holder, name: str, totals: Iterable[np.ndarray]) -> list[int]:
     """Write accumulators one after the other into a flushed file; returns the checksum of each."""
     checksums: list[int] = []
 

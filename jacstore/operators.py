@@ -23,7 +23,7 @@ from jacstore.machine import format_size
 from jacstore.panels import Panel, chosen_leaves, panels
 from jacstore.plan import IO_THREADS
 from jacstore.store import JacobianStore
-from jacstore.streams import Job, chosen_examples, chunks, job_bytes, stream
+from jacstore.streams import Job, chosen_examples, chunks, count, job_bytes, stream
 
 # What is read at once, if memory allows: enough for BLAS, little enough to begin soon.
 READ_BYTES = 64_000_000
@@ -115,16 +115,7 @@ class JacobianOperator(LinearOperator):
         m = columns.shape[1]
         y = np.zeros((len(self.examples), self.store.n_outputs, m))
         for panel in self.panels:
-            fixed = y.nbytes + self._bytes(panel.width * m + panel.scratch(m))
-            loaded = panel.load(columns, self.products)
-            for job, (held,) in self._stream((panel,), fixed, m):
-                where = job.chunk.where
-                if isinstance(where, slice):
-                    panel.times(held, loaded, y[where])
-                else:
-                    part = np.zeros((len(where), *y.shape[1:]))
-                    panel.times(held, loaded, part)
-                    y[where] += part
+            self._times(panel, columns, y)
         return y.reshape(-1, m)
 
     def _rmatmat(self, x: np.ndarray) -> np.ndarray:
@@ -132,12 +123,31 @@ class JacobianOperator(LinearOperator):
         u = real(x).reshape(len(self.examples), self.store.n_outputs, m)
         out = np.zeros((self.shape[1], m))
         for panel in self.panels:
-            fixed = out.nbytes + 8 * panel.extra(m) + self._bytes(panel.scratch(m))
-            sums = panel.sums(out)
-            for job, (held,) in self._stream((panel,), fixed, m):
-                panel.add_transposed(held, u[job.chunk.where].astype(self.products), sums)
-            panel.finish(sums, out)
+            self._add_transposed(panel, u, out)
         return out
+
+    # What a panel needs is gone when the next one begins.
+
+    def _times(self, panel: Panel, columns: np.ndarray, y: np.ndarray) -> None:
+        m = y.shape[2]
+        fixed = y.nbytes + self._bytes(panel.width * m + panel.scratch(m))
+        loaded = panel.load(columns, self.products)
+        for job, (held,) in self._stream((panel,), fixed, m):
+            where = job.chunk.where
+            if isinstance(where, slice):
+                panel.times(held, loaded, y[where])
+            else:
+                part = np.zeros((len(where), *y.shape[1:]))
+                panel.times(held, loaded, part)
+                y[where] += part
+
+    def _add_transposed(self, panel: Panel, u: np.ndarray, out: np.ndarray) -> None:
+        m = u.shape[2]
+        fixed = out.nbytes + 8 * panel.extra(m) + self._bytes(panel.scratch(m))
+        sums = panel.sums(out)
+        for job, (held,) in self._stream((panel,), fixed, m):
+            panel.add_transposed(held, u[job.chunk.where].astype(self.products), sums)
+        panel.finish(sums, out)
 
     def _curvature(self, x: np.ndarray, weights: Weights) -> np.ndarray:
         """Jᵀ Λ J x in one pass: both products of a chunk while it is in memory."""
@@ -155,7 +165,7 @@ class JacobianOperator(LinearOperator):
         loaded = [panel.load(columns, self.products) for panel in self.panels]
         sums = [panel.sums(out) for panel in self.panels]
         for job, held in stream(self.store, jobs, self.products, self._ahead(jobs, fixed)):
-            y = np.zeros((_count(job), self.store.n_outputs, m))
+            y = np.zeros((count(job), self.store.n_outputs, m))
             for panel, part, numbers_ in zip(self.panels, held, loaded, strict=True):
                 panel.times(part, numbers_, y)
             u = weights.times(y, job.chunk.where).astype(self.products, copy=False)
@@ -170,7 +180,7 @@ class JacobianOperator(LinearOperator):
     def _bytes(self, numbers: int) -> int:
         return numbers * self.products.itemsize
 
-    def _room(self, fixed: int) -> int:
+    def room(self, fixed: int) -> int:
         """Bytes of the budget for what is read, beside a product's result and what it works with."""
         # A reading thread holds a piece, and its encoded body where that is another.
         pieces = max((1 + (part.codec != "none")) * part.piece_bytes for part in self.store.layouts.values())
@@ -180,17 +190,17 @@ class JacobianOperator(LinearOperator):
         """Whole units, several at once while they are small; None if a unit does not fit."""
         example = self._bytes(sum(panel.numbers for panel in chosen)) + 2 * 8 * self.store.n_outputs * m
         unit = self.store.unit_size
-        room = self._room(fixed) // (2 if len(self.examples) == self.store.n_examples else 4)
+        room = self.room(fixed) // (2 if len(self.examples) == self.store.n_examples else 4)
         at_once = max(1, min(READ_BYTES, room) // (example * unit))
         return self._checked(chosen, unit * at_once, fixed)
 
     def _checked(self, chosen: tuple[Panel, ...], size: int, fixed: int) -> list[Job] | None:
         found = [Job(panels=chosen, chunk=chunk) for chunk in chunks(self.examples, self.store.n_examples, size)]
-        return found if max(job_bytes(job, self.products) for job in found) <= self._room(fixed) else None
+        return found if max(job_bytes(job, self.products) for job in found) <= self.room(fixed) else None
 
     def _ahead(self, jobs: list[Job], fixed: int) -> bool:
         """Whether there is memory to read the next job while one is multiplied."""
-        return len(jobs) > 1 and 2 * max(job_bytes(job, self.products) for job in jobs) <= self._room(fixed)
+        return len(jobs) > 1 and 2 * max(job_bytes(job, self.products) for job in jobs) <= self.room(fixed)
 
     def _stream(self, chosen: tuple[Panel, ...], fixed: int, m: int) -> Any:
         jobs = self._jobs(chosen, fixed, m)
@@ -203,7 +213,7 @@ class JacobianOperator(LinearOperator):
             smallest = job_bytes(
                 Job(panels=chosen, chunk=chunks(self.examples, self.store.n_examples, 1)[0]), self.products
             )
-            needed = self.memory - self._room(fixed) + smallest
+            needed = self.memory - self.room(fixed) + smallest
             raise Refused(
                 f"--memory {self.memory:,}: a product with {m} column(s) takes {format_size(needed)}; give more "
                 "(memory=) or fewer columns at once"
@@ -330,11 +340,6 @@ def real_number(given: Any, name: str) -> float:
     if not 0 <= number < np.inf:
         raise Refused(f"{name} {given!r}: allowed are finite numbers from 0 ({name}=)")
     return number
-
-
-def _count(job: Job) -> int:
-    chunk = job.chunk
-    return chunk.stop - chunk.start if chunk.local is None else len(chunk.local)
 
 
 def _predicate(leaves: str | Callable[[str], bool] | None) -> Callable[[str], bool]:

@@ -16,7 +16,7 @@ from jacstore.plan import SLAB_COLUMNS
 from jacstore.steps import sharing
 from jacstore.store import JacobianStore
 from jacstore.term_products import DEPTH, TermProduct, term_products
-from jacstore.terms import Leaf
+from jacstore.terms import Leaf, expand
 
 Held = Mapping[str, np.ndarray]
 Empty = Callable[..., np.ndarray]
@@ -53,6 +53,9 @@ class Panel(Protocol):
 
     def times(self, held: Held, loaded: Any, into: np.ndarray) -> None:
         """Add the product of rows with loaded columns to `into` `(n, K, m)`, float64."""
+
+    def rows(self, held: Held, into: np.ndarray) -> None:
+        """Form the rows in `into` `(n, K, P)`, zero so far."""
 
     def sums(self, out: np.ndarray) -> Any:
         """Where products of the transpose are summed, in `out` `(P, m)` if that can be."""
@@ -110,6 +113,10 @@ class RowPanel:
         for a in range(0, rows.shape[1], SLAB_COLUMNS):
             flat += np.matmul(rows[:, a : a + SLAB_COLUMNS], loaded[a : a + SLAB_COLUMNS])
 
+    def rows(self, held: Held, into: np.ndarray) -> None:
+        for a, b, column in self.places:
+            into[..., column : column + b - a] = held["rows"][..., a:b]
+
     def sums(self, out: np.ndarray) -> np.ndarray:
         return out
 
@@ -158,6 +165,10 @@ class FactorPanel:
         for term, blocks in zip(self.terms, loaded, strict=True):
             for at, matrices in zip(term.blocks(into.shape[2]), blocks, strict=True):
                 term.times(held, matrices, into[..., at])
+
+    def rows(self, held: Held, into: np.ndarray) -> None:
+        for term in self.terms:
+            into[..., term.offset : term.offset + term.size] += expand((term.term,), held, term.size)
 
     def sums(self, out: np.ndarray) -> list[list[np.ndarray]]:
         found = []

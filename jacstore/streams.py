@@ -117,6 +117,12 @@ def stream(
             yield job, held
 
 
+def count(job: Job) -> int:
+    """Examples of a job."""
+    chunk = job.chunk
+    return chunk.stop - chunk.start if chunk.local is None else len(chunk.local)
+
+
 def job_bytes(job: Job, dtype: np.dtype[Any]) -> int:
     """Bytes of what a job holds in memory."""
     count = job.chunk.stop - job.chunk.start

@@ -21,7 +21,7 @@ Operands = Mapping[str, np.ndarray]
 # Numbers of intermediate products of a few examples at a time.
 SCRATCH = 4_000_000
 # Channels times columns in one product: more gains no speed and leaves fewer examples in the scratch.
-WIDTH = 4096
+WIDTH = 2048
 # Examples times positions that are summed in the products' own type before they are added in float64.
 DEPTH = 4096
 
@@ -126,7 +126,7 @@ class TermProduct:
                 continue
             flat = d.reshape(n, k, -1)
             # (n, G * T * D, m)
-            weighted = flat.transpose(0, 2, 1) * u if k == 1 else np.matmul(flat.transpose(0, 2, 1), u)
+            weighted = flat.transpose(0, 2, 1) * u if k == m == 1 else np.matmul(flat.transpose(0, 2, 1), u)
             if isinstance(self.term, Index):
                 _scatter(operands[self.term.ids][at], weighted.reshape(n * t, width * m), total[0])
                 continue

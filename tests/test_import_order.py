@@ -63,6 +63,7 @@ FLOORS = {
         "cluster",
         "assembly",
         "operators",
+        "normal_matrix",
         "dense",
         "factorization",
         "factor_files",
@@ -111,6 +112,7 @@ NEIGHBOURS = {
     "panels": {"store"},
     "streams": {"panels", "store"},
     "operators": {"lazy"},
+    "normal_matrix": {"lazy", "operators"},
     # The command line is a skin over the public names of the package itself.
     "cli": {""},
 }

@@ -18,8 +18,10 @@ from test_terms import tiny
 
 import jacstore
 from jacstore import StoreWriter
-from jacstore.errors import Incomplete, Mismatch, Refused
+from jacstore.errors import Damaged, Incomplete, Interrupted, Mismatch, Refused
+from jacstore.progress import SlabDone, Started
 from jacstore.terms import Conv, Dense, Dot, Index, Leaf, Operand, expand
+from jacstore.testing import Counting, Stopping
 
 # ----------------------------------------------------------------------------------------------------- random stores
 
@@ -389,6 +391,69 @@ def mlp_with(**fields):
     from jacstore.testing import mlp as problem
 
     return problem(14, **fields)
+
+
+# ------------------------------------------------------------------------------------------------- the matrix itself
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    store=stores(), likelihood=st.sampled_from(["gaussian", "softmax", "blocks"]), rows=st.sampled_from([1, 4, 4096])
+)
+def test_the_matrix_is_that_of_dense_rows_in_one_pass(store, likelihood, rows):
+    dense, n, k = rows_of(store), store.n_examples, store.n_outputs
+    blocks = {"gaussian": np.tile(np.eye(k), (n, 1, 1)), "softmax": softmax_blocks(store.outputs)}.get(likelihood)
+    if blocks is None:
+        blocks = normal(n, k, k)
+        blocks = likelihood = blocks + blocks.transpose(0, 2, 1)
+    with mock.patch("jacstore.normal_matrix.ROWS", rows), mock.patch("jacstore.normal_matrix.COLUMNS", 7 * rows):
+        found, read = passes(store, lambda: jacstore.ggn(store, likelihood, 0.3, memory="1GB"))
+    assert read == 1
+    np.testing.assert_array_equal(found, found.T)
+    assert_close(found, weighted(dense, blocks) + 0.3 * np.eye(dense.shape[1]), 1e-11)
+
+
+def test_a_matrix_on_disk_is_continued_not_begun_again(mlp, tmp_path, monkeypatch):
+    store, rows = mlp
+    out, options = tmp_path / "run.ggn", {"likelihood": "softmax", "alpha": 0.1}
+    monkeypatch.setattr("jacstore.checkpoints.CHECKPOINT_SPEED", 1e15)
+    stopping = Stopping(SlabDone, after=3)
+    with pytest.raises(Interrupted):
+        jacstore.ggn(store, out=out, listener=stopping, stop=stopping.stop, **options)
+    counting = Counting()
+    found = jacstore.ggn(store, out=out, listener=counting, **options)
+    (started,) = counting.of(Started)
+    assert (started.done, len(counting.of(SlabDone)), started.total) == (3, 2, 5)
+    truth = weighted(rows, softmax_blocks(store.outputs)) + 0.1 * np.eye(66)
+    assert_close(found, truth)
+    np.testing.assert_array_equal(found, jacstore.ggn(store, **options))
+    again, read = passes(store, lambda: jacstore.ggn(store, out=out, **options))
+    assert read == 0
+    np.testing.assert_array_equal(again, found)
+    np.testing.assert_array_equal(np.load(out / "ggn.npy"), found)
+    assert sorted(path.name for path in out.iterdir()) == ["ggn.npy", "ledger"]
+    with pytest.raises(Mismatch, match=r"alpha: 0\.1 -> 0\.2"):
+        jacstore.ggn(store, "softmax", 0.2, out=out)
+    with open(out / "ggn.npy", "r+b") as file:
+        file.seek(500)
+        file.write(b"x")
+    with pytest.raises(Damaged, match="overwrite"):
+        jacstore.ggn(store, out=out, **options)
+    np.testing.assert_array_equal(jacstore.ggn(store, out=out, overwrite=True, **options), found)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine.txt").touch()
+    with pytest.raises(Refused, match="holds 'mine"):
+        jacstore.ggn(store, out=tmp_path / "other")
+
+
+def test_a_matrix_that_does_not_fit_is_refused_before_anything_is_read(mlp):
+    store, _ = mlp
+    before = store.decoded_bytes_read
+    with pytest.raises(Refused, match=r"66 x 66 takes 34.8 kB.*memory="):
+        jacstore.ggn(store, memory="30kB")
+    assert store.decoded_bytes_read == before
+    with pytest.raises(Refused, match="likelihood="):
+        jacstore.ggn(store, "poisson")
 
 
 # ------------------------------------------------------------------------------------------------------------- memory
