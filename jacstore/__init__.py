@@ -40,9 +40,9 @@ __all__ = [
     "load_target",
     "ntk",
     "open",
+    "operator",
     "spectrum",
     "weighted",
-    "operator",
 ]
 __version__ = "0.1.0"
 

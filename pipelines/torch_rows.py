@@ -85,7 +85,7 @@ def rows_per_second(module: nn.Module, x: torch.Tensor) -> tuple[float, int]:
     rows, best = jacobian(module, torch.float32), (0.0, 1)
     row_bytes = 4 * 10 * sum(p.numel() for p in module.parameters())
     for batch in BATCHES:
-        if batch > len(x) or batch > 1 and batch * row_bytes > ROW_BYTES:
+        if batch > len(x) or (batch > 1 and batch * row_bytes > ROW_BYTES):
             break
         rows(x[:batch])
         rounds = max(1, min(len(x), 64) // batch)
