@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jacstore.assembly import gram
     from jacstore.assembly import open_path as open
+    from jacstore.attribution import gradient_dot, influence, loss_gradients, top_examples
     from jacstore.builder import build, ntk
+    from jacstore.dynamics import gradient_flow
     from jacstore.errors import JacstoreError
     from jacstore.factoring import spectrum
     from jacstore.kernel import Kernel
@@ -35,13 +37,18 @@ __all__ = [
     "block_cg",
     "build",
     "ggn",
+    "gradient_dot",
+    "gradient_flow",
     "gram",
+    "influence",
     "lazy_kernel",
     "load_target",
+    "loss_gradients",
     "ntk",
     "open",
     "operator",
     "spectrum",
+    "top_examples",
     "weighted",
 ]
 __version__ = "0.1.0"
@@ -63,7 +70,12 @@ _HOMES = {
     "KernelFactor": "solve",
     "KernelRidge": "regression",
     "block_cg": "krylov",
+    "gradient_dot": "attribution",
+    "gradient_flow": "dynamics",
+    "influence": "attribution",
+    "loss_gradients": "attribution",
     "spectrum": "factoring",
+    "top_examples": "attribution",
     "weighted": "weighting",
     "operator": "operators",
 }

@@ -69,7 +69,7 @@ def weighted(kernel: Any, outputs: Any, likelihood: str = "softmax", sides: str 
             f"{gram.where} is {gram.shape} and outputs are of {examples} examples x {k}; change sides= or both"
         )
     array = da.asarray(gram.array)
-    array = array.rechunk(tuple(_whole_examples(chunks, k) for chunks in array.chunks)).astype(np.float64)
+    array = array.rechunk(tuple(whole_examples(chunks, k) for chunks in array.chunks)).astype(np.float64)
     stacked = roots.reshape(-1, k)
     pairs: list[Any] = []
     for axis, index in ((0, "ik"), (1, "jl")):
@@ -78,7 +78,7 @@ def weighted(kernel: Any, outputs: Any, likelihood: str = "softmax", sides: str 
     return da.blockwise(_weigh, "ij", array, "ij", *pairs, concatenate=True, dtype=np.float64, meta=np.empty((0, 0)))
 
 
-def _whole_examples(chunks: tuple[int, ...], k: int) -> tuple[int, ...]:
+def whole_examples(chunks: tuple[int, ...], k: int) -> tuple[int, ...]:
     """Chunks along one axis that cut no example."""
     ends = np.unique([*(np.cumsum(chunks)[:-1] // k * k), sum(chunks)])
     return tuple(np.diff([0, *ends[ends > 0]]))

@@ -15,7 +15,12 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "jacstore"
 
 FLOORS = {
-    1: ("errors", "progress", "machine", "files"),
+    1: (
+        "errors",
+        "progress",
+        "machine",
+        "files",
+    ),
     2: (
         "blame",
         "pytrees",
@@ -72,8 +77,15 @@ FLOORS = {
         "weighting",
         "krylov",
         "regression",
+        "attribution",
+        "dynamics",
     ),
-    5: ("builder", "verification", "posterior", "torch"),
+    5: (
+        "builder",
+        "verification",
+        "posterior",
+        "torch",
+    ),
     6: ("cli",),
 }
 FLOOR = {module: floor for floor, modules in FLOORS.items() for module in modules}
@@ -85,18 +97,18 @@ NEIGHBOURS = {
     "pytrees": {"blame"},
     "inputs": {"blame", "pytrees"},
     "parameters": {"blame", "pytrees"},
-    "outputs": {"blame", "pytrees", "parameters"},
-    "identity": {"blame", "pytrees", "parameters", "outputs"},
-    "probes": {"parameters", "outputs", "identity"},
-    "problem": {"blame", "pytrees", "inputs", "parameters", "outputs", "identity", "probes"},
+    "outputs": {"blame", "parameters", "pytrees"},
+    "identity": {"blame", "outputs", "parameters", "pytrees"},
+    "probes": {"identity", "outputs", "parameters"},
+    "problem": {"blame", "identity", "inputs", "outputs", "parameters", "probes", "pytrees"},
     "target": {"blame", "problem"},
     "contraction": {"terms"},
     "factors": {"contraction", "terms"},
     "term_products": {"terms"},
     "steps": {"plan", "terms"},
     "expansion": {"plan", "terms"},
-    "store": {"hierarchy", "blocks"},
-    "writer": {"hierarchy", "store", "blocks"},
+    "store": {"blocks", "hierarchy"},
+    "writer": {"blocks", "hierarchy", "store"},
     "kernel": {"hierarchy"},
     "checkpoints": {"kernel"},
     "torch_layers": {"torch_network", "trace"},
@@ -113,8 +125,9 @@ NEIGHBOURS = {
     "streams": {"panels", "store"},
     "operators": {"lazy"},
     "normal_matrix": {"lazy", "operators"},
-    # The command line is a skin over the public names of the package itself.
     "cli": {""},
+    "attribution": {"dense", "factorization", "solve", "weighting"},
+    "dynamics": {"dense", "solve"},
 }
 
 # (importer, imported) where an import inside a function chooses an optional engine.
@@ -130,9 +143,11 @@ LATE_ANYWHERE = {"__init__", "cli", "testing"}
 FREE = {"__init__", "testing"}
 WITHOUT_JAX = (
     "assembly",
+    "attribution",
     "checkpoints",
     "cluster",
     "dense",
+    "dynamics",
     "engine",
     "factor_files",
     "factoring",
@@ -144,9 +159,9 @@ WITHOUT_JAX = (
     "krylov",
     "lazy",
     "ledger",
-    "pieces",
     "operators",
     "panels",
+    "pieces",
     "plan",
     "regression",
     "solve",
