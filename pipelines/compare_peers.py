@@ -47,7 +47,7 @@ WAYS = {
     "torch.func": ("vmap(grad)", "vmap(jacrev)", "vmap(grad) kept", "ntk-vector products"),
 }
 EXAMPLES = {"mlp": 2048, "cnn": 512}
-BLOCKS = {"mlp": (32, 128, 512, 2048), "cnn": (16, 64, 256)}
+BLOCKS = {"mlp": (128, 512, 2048), "cnn": (32, 128, 512)}
 # Ways of a peer that the sweep found slower than its fastest by more than this stay out of the rounds.
 NEAR = 5.0
 FACTS = (

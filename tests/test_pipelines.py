@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -99,15 +100,28 @@ def test_device_check_ends_within_its_time_and_names_what_it_left_out(tmp_path: 
     assert figures["skipped"].keys() & {"engines", "tf32", "factored", "dense", "float32"}
 
 
-def test_compare_peers_measures_jacstore_alone_and_keeps_the_sweep(tmp_path: Path) -> None:
-    words = (str(ROOT / "pipelines" / "compare_peers.py"), "--small", "--net", "cnn", "--out", "out")
-    assert "swept" in run(tmp_path, *words, "--rounds", "0")
-    figures = json.loads(run(tmp_path, *words, "--rounds", "1").splitlines()[-1])
+def test_compare_peers_measures_jacstore_alone(tmp_path: Path) -> None:
+    words = (str(ROOT / "pipelines" / "compare_peers.py"), "--small", "--net", "cnn", "--out", "out", "--rounds", "1")
+    figures = json.loads(run(tmp_path, *words).splitlines()[-1])
     assert {row["way"] for row in figures["rows"]} == {"RAM", "disk"}
     assert all(row["seconds"] > 0 and row["largest_error"] == 0 for row in figures["rows"])
     assert (tmp_path / "out" / "peers-cnn-small.png").stat().st_size > 5_000
-    lines = (tmp_path / "out" / "peers-cnn-small.csv").read_text().splitlines()
-    assert len(lines) == 5
+    assert len((tmp_path / "out" / "peers-cnn-small.csv").read_text().splitlines()) == 1 + 2 + 2
+
+
+def test_a_sweep_is_read_back_from_its_csv_for_the_same_network_and_examples(tmp_path: Path) -> None:
+    answers = [{"seconds": 2.5, "products_done": 1, "products": 3, "kinks": 0}, {"failed": "out of memory"}]
+    swept = [
+        child.Measured(
+            setting=child.Setting(tool="torch.func", way=f"way {n}", block=8), phase="sweep", round=1, answer=answer
+        )
+        for n, answer in enumerate(answers)
+    ]
+    compare_peers.write_csv(tmp_path / "kept.csv", "mlp", 16, [*swept, replace(swept[0], phase="round")])
+    found = compare_peers.read_sweep(tmp_path / "kept.csv", "mlp", 16)
+    assert found == swept
+    assert [m.remark for m in found] == ["extrapolated from 1 of 3", "out of memory"]
+    assert compare_peers.read_sweep(tmp_path / "kept.csv", "mlp", 32) == []
 
 
 PEERS = {"--neural-tangents": "JACSTORE_NEURAL_TANGENTS", "--torch": "JACSTORE_TORCH"}
