@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from jacstore.solve import KernelFactor
     from jacstore.store import JacobianStore
     from jacstore.target import load_target
+    from jacstore.verification import verify
     from jacstore.weighting import weighted
     from jacstore.writer import StoreWriter
 
@@ -49,6 +50,7 @@ __all__ = [
     "operator",
     "spectrum",
     "top_examples",
+    "verify",
     "weighted",
 ]
 __version__ = "0.1.0"
@@ -78,6 +80,7 @@ _HOMES = {
     "top_examples": "attribution",
     "weighted": "weighting",
     "operator": "operators",
+    "verify": "verification",
 }
 
 

@@ -17,15 +17,16 @@ from typing import Any
 import numpy as np
 
 from jacstore import hierarchy, machine
+from jacstore.bounds import entry_error
 from jacstore.checkpoints import CHECKPOINT_SHARE, CHECKPOINT_SPEED, Checkpoints
 from jacstore.cluster import cluster_at, connect, on_cluster, on_threads
 from jacstore.engine import PRECISIONS
-from jacstore.errors import Locked, Refused
+from jacstore.errors import Damaged, Locked, Refused
 from jacstore.files import Files, Folder
-from jacstore.item import Work, common_dtype, finish_group, make_engine, partial_name
+from jacstore.item import Work, common_dtype, finish_group, make_engine, partial_name, repair_tiles
 from jacstore.kernel import FACTORS, LEAVES, WHOLE, Kernel, expected_bytes, layouts
 from jacstore.lazy import as_store, check_mode, default_precision, refuse_unlike
-from jacstore.ledger import Lock, compare_requested, sweep
+from jacstore.ledger import Lock, compare_requested, record_name, sweep
 from jacstore.machine import format_size, parse_size
 from jacstore.plan import GramPlan, block_shape, plan_gram
 from jacstore.progress import Listener, Started, silent
@@ -57,6 +58,7 @@ def gram(
     tile: int | None = None,
     by_leaf: bool = False,
     triangle: bool = False,
+    exact_diagonal: bool = False,
     part: tuple[int, int] | str | None = None,
     scheduler: str = "threads",
     workers: int | None = None,
@@ -92,6 +94,9 @@ def gram(
         Keep one kernel for each parameter leaf; they add up to the kernel.
     triangle
         Store only tiles on and above the diagonal.
+    exact_diagonal
+        Replace the diagonal by squared norms taken before rows were rounded. The kernel is then not J Jᵀ of the stored
+        J, which `Kernel.exact_diagonal` says.
     part
         `(I, N)` or "I/N": only the I-th of N parts of the items, counted from 1; whoever finishes last adds them up.
     scheduler
@@ -120,6 +125,7 @@ def gram(
         tile=tile,
         by_leaf=by_leaf,
         triangle=triangle,
+        exact_diagonal=exact_diagonal,
         part=part,
         scheduler=scheduler,
         workers=workers,
@@ -158,6 +164,7 @@ class _Job:
         tile: int | None = None,
         by_leaf: bool = False,
         triangle: bool = False,
+        exact_diagonal: bool = False,
         part: tuple[int, int] | str | None = None,
         scheduler: str = "threads",
         workers: int | None = None,
@@ -196,6 +203,10 @@ class _Job:
             if self.cols.identity() == self.rows.identity():
                 # A store with itself is symmetric: half the work.
                 self.cols = None
+        if exact_diagonal and self.cols is not None:
+            raise Refused(
+                "--exact-diagonal: a kernel between two stores has no diagonal; leave it out (exact_diagonal=)"
+            )
         self.precision = precision or default_precision(self.rows, self.cols)
         self.engine_name = self._choose_engine(engine)
         self.scheduler, self.workers, self.tile, self.by_leaf = scheduler, workers, tile, by_leaf
@@ -209,6 +220,7 @@ class _Job:
             "tile": tile,
             "by_leaf": by_leaf,
             "triangle": triangle,
+            "exact_diagonal": exact_diagonal,
             "parts": self.part[1],
         }
         self.mode, self.dtype, self.triangle = mode, dtype, triangle
@@ -315,10 +327,31 @@ class _Job:
                 "engine": self.engine_name,
                 "precision": self.precision,
                 "leaves": leaves,
+                "numerics": self._numerics(),
             },
             "versions": hierarchy.versions(),
         }
         hierarchy.create(files, layouts(plan, leaves, self.dtype), attributes, groups=[LEAVES] if leaves else [])
+
+    def _numerics(self) -> dict[str, Any]:
+        """What decides the digits of the kernel, and errors of its entries relative to sqrt(G_ii G_jj)."""
+        engine = make_engine(self.engine_name, self.precision, common_dtype(self.rows, self.cols), self.device_memory)
+        stores = [s for s in (self.rows, self.cols) if s is not None]
+        errors = [
+            entry_error(
+                s.dtype, s.lowest, s.rounding, self.precision, self.engine_name, engine.rounded_to, s.n_parameters
+            )
+            for s in stores
+        ]
+        return {
+            "storage": self.dtype,
+            "products": self.precision,
+            "rounded_to": engine.rounded_to,
+            "sums": "float64",
+            "device": engine.device,
+            "expected_error": max(expected for expected, _ in errors),
+            "worst_case": max(worst for _, worst in errors),
+        }
 
     def run(self, kernel: Kernel, started: float, listener: Listener, stop: Callable[[], bool]) -> Kernel:
         """Run the missing items of this part, then finish groups whose items are all there."""
@@ -330,18 +363,19 @@ class _Job:
             Lock(kernel.files, mine.start, mine.stop - 1, listener, stop) if isinstance(kernel.files, Folder) else None
         )
         with lock or contextlib.nullcontext():
-            _forget_lost_tiles(kernel)
+            damaged = _damaged_tiles(kernel)
             _sweep(kernel, mine)
             done = set(kernel.ledger.done("item"))
             finished = _finished_groups(kernel)
             todo = [n for n in mine if n not in done and items[n].group not in finished]
-            tiles_before = _tiles_done(kernel)
+            tiles_before = _tiles_done(kernel) - sum(map(len, damaged.values()))
             listener(Started(what="items", total=len(mine), done=len(mine) - len(todo)))
             threads = max(1, machine.cores() // self.share) if self.share > 1 else None
             work = Work(
                 rows=self.rows, cols=self.cols, kernel=kernel, threads=threads, device_memory=self._resident_bytes()
             )
-            results = self._execute(work, todo, listener, stop)
+            results = self._repair(work, damaged, listener, stop)
+            results += self._execute(work, todo, listener, stop)
             results += self._finish(work, listener)
             for folder in ("checkpoints", "partials"):
                 if isinstance(kernel.files, Folder):
@@ -375,6 +409,22 @@ class _Job:
             "complete": kernel.complete,
         }
         return kernel
+
+    def _repair(
+        self, work: Work, damaged: dict[int, list[tuple[int, int]]], listener: Listener, stop: Callable[[], bool]
+    ) -> list[dict[str, Any]]:
+        """Recompute damaged tiles of finished groups; another part may be doing so."""
+        kernel, results = work.kernel, []
+        for number, tiles in damaged.items():
+            group = number // len(kernel.layouts)
+            lock = (
+                Lock(kernel.files, FINISH + group, FINISH + group, listener)
+                if isinstance(kernel.files, Folder)
+                else None
+            )
+            with contextlib.suppress(Locked), lock or contextlib.nullcontext():
+                results.append(repair_tiles(work, number, tiles, listener, stop))
+        return results
 
     def _resident_bytes(self) -> int | None:
         """Bytes of accumulators that may stay on an accelerator."""
@@ -506,16 +556,26 @@ def _sweep(kernel: Kernel, mine: range) -> None:
                     pass
 
 
-def _forget_lost_tiles(kernel: Kernel) -> None:
-    """Make groups unfinished again whose tile files are gone or torn."""
-    arrays = len(kernel.layouts)
+def _damaged_tiles(kernel: Kernel) -> dict[int, list[tuple[int, int]]]:
+    """Tiles of finished groups that are gone, torn, or were found wrong, by the number of their record.
+
+    A group whose record is damaged is made unfinished again.
+    """
+    damaged = {}
     for number in kernel.ledger.done("tiles"):
-        files = kernel.ledger.read("tiles", number)["files"]
-        if any(kernel.files.size(name) != facts[0] for name, facts in files.items()):
+        try:
+            tiles = kernel.to_recompute(number)
+        except Damaged:
             kernel.ledger.forget("tiles", number)
             for item in kernel.plan.items:
-                if item.group == number // arrays:
+                if item.group == number // len(kernel.layouts):
                     kernel.ledger.forget("item", item.number)
+            continue
+        if tiles:
+            damaged[number] = tiles
+        elif kernel.files.size(record_name("suspect", number)) is not None:
+            kernel.ledger.forget("suspect", number)
+    return damaged
 
 
 def _finished_groups(kernel: Kernel) -> set[int]:

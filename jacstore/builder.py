@@ -21,6 +21,7 @@ import numpy as np
 from jacstore import hierarchy, machine
 from jacstore.assembly import gram
 from jacstore.blocks import UnitBlock, storage_dtype
+from jacstore.bounds import NORM_RUN, compute_dtype
 from jacstore.codec import fastest_codec, measured_disk_speed
 from jacstore.devices import device
 from jacstore.errors import Interrupted, Refused
@@ -134,6 +135,7 @@ def build(
         memory=job.memory,
         outputs_dtype=job.outputs_dtype,
         requested=job.requested,
+        numerics=job.numerics,
         left_out=job.prepared.left_out,
         part=job.part,
         allow_nonfinite=allow_nonfinite,
@@ -233,6 +235,18 @@ class _Job:
     @property
     def outputs_dtype(self) -> str:
         return "float64" if self.options.dtype == "float64" else "float32"
+
+    @property
+    def numerics(self) -> dict[str, Any]:
+        """What decides the digits of the rows."""
+        where = device()
+        return {
+            "computing": "float64" if self.options.dtype == "float64" else "the parameters' own",
+            "lowest": self.prepared.lowest,
+            "products": "highest precision",
+            "norms": f"{compute_dtype(self.options.dtype)} over runs of {NORM_RUN}, float64 beyond",
+            "device": f"{where.platform}: {where.device_kind}",
+        }
 
     def existing(self, overwrite: bool) -> JacobianStore | None:
         """The store to continue, if there is one: its resolved choices are kept."""
@@ -334,7 +348,7 @@ class _Job:
                 unit.fill(a, rows)
                 times["seconds_device"] += time.perf_counter() - began
                 if rows.last:
-                    unit.hash(examples)
+                    unit.inputs.update(examples)
                     listener(BatchDone(examples=b - a))
                 if rows.last and b == last:
                     writing.append(units_pool.submit(unit.write))

@@ -80,6 +80,24 @@ class Checkpoints:
             self.kernel.files.remove(f"checkpoints/item-{self.item:07d}-{turn}.bin")
 
 
+class NoCheckpoints:
+    """For work that is too little to be kept half done."""
+
+    def due(self) -> bool:
+        """Never."""
+        return False
+
+    def save(self, slab: int, totals: Iterable[np.ndarray]) -> None:
+        """Keep nothing."""
+
+    def load(self) -> tuple[int, list[np.ndarray]]:
+        """From the beginning."""
+        return 0, []
+
+    def clear(self) -> None:
+        """Nothing is there."""
+
+
 def write_sums(kernel: Holder, name: str, totals: Iterable[np.ndarray]) -> list[int]:
     """Write accumulators one after the other into a flushed file; returns the checksum of each."""
     checksums: list[int] = []

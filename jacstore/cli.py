@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from jacstore.errors import JacstoreError
+from jacstore.errors import Damaged, JacstoreError
 from jacstore.progress import BatchDone, Event, ItemDone, SlabDone, Started, UnitDone, Waiting
 
 SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1")
@@ -140,15 +140,20 @@ def _starting(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run(
-    work: Callable[[_Lines, _Stop], dict[str, Any]], text: Callable[[dict[str, Any]], str], shared: dict[str, Any]
+    work: Callable[[_Lines, _Stop], dict[str, Any]],
+    text: Callable[[dict[str, Any]], str],
+    shared: dict[str, Any],
+    judge: Callable[[dict[str, Any]], str] = lambda report: "",
 ) -> None:
-    """Do the work, print its report; turn errors into one line and an exit code."""
+    """Do the work, print its report; turn errors, and what `judge` says of it, into one line and an exit code."""
     stop, lines = _Stop(), _Lines(shared["quiet"])
     stop.install()
     try:
         report = work(lines, stop)
         lines.close()
         click.echo(json.dumps(_plain(report)) if shared["as_json"] else text(report))
+        if judge(report):
+            raise Damaged(judge(report))
     except JacstoreError as error:
         lines.close()
         _fail(error, error.exit_code, shared["debug"], stop)
@@ -254,6 +259,7 @@ def build(target: str, out: str, dry_run: bool, as_json: bool, debug: bool, quie
 @click.option("--tile", type=int, metavar="N", help="Edge of a kernel tile in examples. [default: from the memory]")
 @click.option("--by-leaf", is_flag=True, help="Keep one kernel for each parameter leaf.")
 @click.option("--triangle", is_flag=True, help="Store only tiles on and above the diagonal.")
+@click.option("--exact-diagonal", is_flag=True, help="Put norms taken before rounding on the diagonal.")
 @click.option("--part", metavar="I/N", help="Only part I of N of the items, counted from 1.")
 @click.option("--scheduler", default="threads", show_default=True, help="threads, processes or tcp://HOST:PORT.")
 @click.option("--workers", type=int, metavar="N", help="Processes to share the work. [default: as many as there are]")
@@ -287,6 +293,45 @@ def info(path: str, as_json: bool, debug: bool, quiet: bool) -> None:
         return jacstore.open(path).info()
 
     _run(work, _text_info, {"as_json": as_json, "debug": debug, "quiet": quiet})
+
+
+@main.command()
+@click.argument("path")
+@click.option(
+    "--target", metavar="TARGET", help="What a store should be of: compare fingerprint and inputs, recompute rows."
+)
+@click.option(
+    "--store", multiple=True, metavar="STORE", help="A kernel's store, if it was moved; twice for a rectangular one."
+)
+@click.option(
+    "--samples", type=int, default=32, show_default=True, metavar="N", help="Random rows or entries to recompute."
+)
+@click.option("--full", is_flag=True, help="Recompute every row (with --target), every entry of a kernel.")
+@click.option("--memory", metavar="SIZE", help="Host memory to use, such as 8GB. [default: half of what is available]")
+@_common
+def verify(
+    path: str,
+    target: str | None,
+    store: tuple[str, ...],
+    samples: int,
+    full: bool,
+    memory: str | None,
+    as_json: bool,
+    debug: bool,
+    quiet: bool,
+) -> None:
+    """Check every byte of a store or kernel, and its numbers against what they should be.
+
+    Exit code 3 if a check fails; the next build or gram then recomputes just what is wrong.
+    """
+
+    def work(lines: _Lines, stop: _Stop) -> dict[str, Any]:
+        import jacstore
+
+        found = jacstore.verify(path, target, list(store) or None, samples=samples, full=full, memory=memory)
+        return found.to_dict()
+
+    _run(work, _text_verify, {"as_json": as_json, "debug": debug, "quiet": quiet}, judge=_first_failure)
 
 
 def _size(number: float) -> str:
@@ -361,6 +406,32 @@ def _text_plan_gram(r: dict[str, Any]) -> str:
     )
 
 
+def _text_verify(r: dict[str, Any]) -> str:
+    def number(value: float | None) -> str:
+        return "" if value is None else f"{value:.3g}"
+
+    width = max(len(check["name"]) for check in r["checks"])
+    lines = [f"{'check':{width}}  {'':7}  {'figure':>10}  {'bound':>10}"]
+    for check in r["checks"]:
+        figure, bound = number(check["figure"]), number(check["bound"])
+        lines.append(
+            f"{check['name']:{width}}  {check['state']:7}  {figure:>10}  {bound:>10}  {check['where']}".rstrip()
+        )
+    count = {state: sum(check["state"] == state for check in r["checks"]) for state in ("ok", "failed", "skipped")}
+    counts = ", ".join(f"{n} {state}" for state, n in count.items() if n)
+    lines.append(f"{r['path']}: {r['kind']}, {counts} in {r['seconds_total']:.1f} s")
+    if r["to_recompute"]:
+        again = "build" if r["kind"] == "store" else "gram"
+        shown = ", ".join(r["to_recompute"][:5]) + (", …" if len(r["to_recompute"]) > 5 else "")
+        lines.append(f"running the same {again} again recomputes {shown}")
+    return "\n".join(lines)
+
+
+def _first_failure(r: dict[str, Any]) -> str:
+    failed = [check for check in r["checks"] if check["state"] == "failed"]
+    return f"{r['path']}: {failed[0]['name']} failed: {failed[0]['where']}" if failed else ""
+
+
 def _leaf_lines(table: list[dict[str, Any]]) -> list[str]:
     """For each leaf its terms, why these, and what is stored for an example instead of its rows."""
     width = max(len(leaf["path"]) for leaf in table)
@@ -374,6 +445,17 @@ def _leaf_lines(table: list[dict[str, Any]]) -> list[str]:
     ]
 
 
+def _error_line(n: dict[str, Any]) -> str:
+    """Errors of kernel entries relative to sqrt(G_ii G_jj), of storage or of the whole kernel."""
+    if "expected_error" not in n:
+        return "errors unknown"
+    measured = "" if n["measured_error"] is None else f"{n['measured_error']:.1e} on the diagonal, "
+    return (
+        f"error of kernel entries: {measured}{n['expected_error']:.1e} expected at most, "
+        f"{n['worst_case']:.1e} in the worst case; {n.get('device', 'rows from outside')}"
+    )
+
+
 def _text_info(r: dict[str, Any]) -> str:
     if "store" in r:
         lines = [
@@ -382,6 +464,7 @@ def _text_info(r: dict[str, Any]) -> str:
             f"(float32 rows: {_size(r['bytes_dense'])})",
             f"{'complete' if r['complete'] else 'incomplete'}: {r['units_done']} of {r['units_total']} units",
             f"zero rows: {r['zero_rows']}, examples with NaN or infinity: {len(r['nonfinite_examples'])}",
+            _error_line(r["numerics"]),
             *_leaf_lines(r["leaves"]),
         ]
         if r["left_out"]:
@@ -392,6 +475,7 @@ def _text_info(r: dict[str, Any]) -> str:
             f"{r['kernel']}: kernel, mode {r['mode']}, {' x '.join(f'{n:,}' for n in r['shape'])}, {r['dtype']}",
             f"{r['precision']} products with {r['engine']}, {r['schedule']}, {_size(r['bytes_stored'])}",
             f"{'complete' if r['complete'] else 'incomplete'}: {r['tiles_done']} of {r['tiles_total']} tiles",
+            _error_line(r["numerics"]) + (", exact norms on the diagonal" if r["exact_diagonal"] else ""),
             f"from {', '.join(r['stores'])}",
         ]
     )

@@ -5,6 +5,7 @@ Products are formed in the type of `precision`; sums over slabs are always float
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
@@ -26,6 +27,10 @@ class Engine(Protocol):
     ----------
     slab_dtype, factor_dtype
         The types that slabs and factors are read into.
+    rounded_to
+        The lower type that rows are rounded to before they are multiplied, None if they are taken as they are.
+    device
+        Where products are formed.
     slab_copies, tile_copies
         Host copies of a slab and of a tile that are alive at once, for the plan.
     """
@@ -35,6 +40,8 @@ class Engine(Protocol):
     factor_dtype: np.dtype[Any]
     slab_copies: int
     tile_copies: int
+    rounded_to: str | None
+    device: str
 
     def zeros(self, shape: tuple[int, ...]) -> Any:
         """A new accumulator."""
@@ -64,6 +71,8 @@ class BlasEngine:
     name = "blas"
     slab_copies = 2
     tile_copies = 3
+    rounded_to: str | None = None
+    device = f"cpu: {platform.machine()}"
 
     def __init__(self, precision: str, threads: int | None = None) -> None:
         self.slab_dtype = self.factor_dtype = np.dtype(precision)

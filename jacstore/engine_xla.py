@@ -50,8 +50,13 @@ class XlaEngine:
             self.slab_dtype = np.dtype("float64")
         # Factors are multiplied before they are summed: they keep more digits than rows need.
         self.factor_dtype = np.dtype("float64" if precision == "float64" else "float32")
+        self.device = f"{device().platform}: {device().device_kind}"
         self._left = resident_bytes
         self._on_gpu = device().platform != "cpu"
+        self.rounded_to: str | None = None
+        if precision == "fast":
+            # Products of 16-bit rows are exact; products of factors are TF32 on a device, float32 elsewhere.
+            self.rounded_to = "tf32" if self._on_gpu else None if sixteen else "bfloat16"
 
     def zeros(self, shape: tuple[int, ...]) -> Any:
         return self.restore(np.zeros(shape))

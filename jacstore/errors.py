@@ -34,9 +34,16 @@ class NonFinite(Refused):
 
 
 class Damaged(JacstoreError):
-    """Stored bytes are missing or differ from what was recorded; the text names the unit, leaf or tile."""
+    """Stored bytes are missing or differ from what was recorded; the text names the unit, leaf or tile.
+
+    `piece` is the number of the first wrong piece of a file, where that is known.
+    """
 
     exit_code = 3
+
+    def __init__(self, text: str, piece: int | None = None) -> None:
+        super().__init__(text)
+        self.piece = piece
 
 
 class Interrupted(JacstoreError):

@@ -17,6 +17,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from jacstore.blame import kind_of, naming
+from jacstore.bounds import ROUNDOFF
 from jacstore.outputs import Flat
 from jacstore.parameters import Parameters
 from jacstore.pytrees import dtype_of, native, paths_and_leaves
@@ -54,6 +55,36 @@ def same_program(a: ClosedJaxpr, b: ClosedJaxpr) -> bool:
     """Whether two traces certainly compute the same; what a callback computes cannot be read from a jaxpr."""
     text = _text(a)
     return "callback" not in text and text == _text(b) and hash_constants(a) == hash_constants(b)
+
+
+def lowest_precision(jaxpr: ClosedJaxpr) -> str:
+    """The type with the fewest digits that any number of a program is rounded to, by its name in `bounds.ROUNDOFF`."""
+    found = {"float64"}
+
+    def visit(value: Any) -> None:
+        if isinstance(value, (list, tuple)):
+            for part in value:
+                visit(part)
+        if not isinstance(value, (ClosedJaxpr, Jaxpr)):
+            return
+        for equation in getattr(value, "jaxpr", value).eqns:
+            for variable in equation.outvars:
+                dtype = getattr(variable.aval, "dtype", None)
+                if dtype is not None and jnp.issubdtype(dtype, np.floating):
+                    name = np.dtype(dtype).name
+                    found.add(name if name in ROUNDOFF else "float8" if name.startswith("float8") else "float64")
+            # Only a function that asks for it gets TF32: what says nothing is multiplied in full precision.
+            if jax.lax.Precision.DEFAULT in _flat(equation.params.get("precision")):
+                found.add("tf32")
+            for part in equation.params.values():
+                visit(part)
+
+    visit(jaxpr)
+    return max(found, key=lambda name: ROUNDOFF[name])
+
+
+def _flat(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else [value]
 
 
 def derivative(flat: Flat, parameters: Parameters, example: Any) -> ClosedJaxpr:

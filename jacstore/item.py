@@ -21,12 +21,13 @@ from crc32c import crc32c
 
 from jacstore import machine
 from jacstore.blocks import to_bfloat16
-from jacstore.checkpoints import Checkpoints, write_sums
+from jacstore.checkpoints import Checkpoints, NoCheckpoints, write_sums
 from jacstore.engine import BlasEngine, Engine, symmetrize
 from jacstore.errors import Damaged, Interrupted, JacstoreError
 from jacstore.expansion import expanded_slabs
 from jacstore.factors import FactorSet
 from jacstore.kernel import Kernel
+from jacstore.norms import Diagonal, require_right
 from jacstore.pieces import raw
 from jacstore.plan import GramPlan, Group, Item, Step, merge_ranges
 from jacstore.progress import CheckpointDone, Listener, SlabDone, silent
@@ -65,6 +66,16 @@ class Work:
         stored = common_dtype(self.rows, self.cols)
         return make_engine(resolved["engine"], resolved["precision"], stored, self.device_memory, self.threads)
 
+    @property
+    def diagonal(self) -> Diagonal | None:
+        """What the diagonal of a symmetric kernel should be."""
+        if not self.kernel.plan.symmetric:
+            return None
+        if "diagonal" not in self.kept:
+            self.kept["diagonal"] = Diagonal(self.rows, self.kernel)
+        found: Diagonal = self.kept["diagonal"]
+        return found
+
 
 def run_item(
     work: Work, number: int, listener: Listener = silent, stop: Callable[[], bool] = lambda: False
@@ -94,7 +105,9 @@ class _Run:
         self.tiles = self.plan.tiles_of(self.group)
         self.engine = work.engine()
         self.times = {"seconds_read": 0.0, "seconds_compute": 0.0, "seconds_write": 0.0}
-        self.checkpoints = Checkpoints(self.kernel, item.number, [self.plan.tile_shape(i, j) for i, j in self.tiles])
+        self.checkpoints: Checkpoints | NoCheckpoints = Checkpoints(
+            self.kernel, item.number, [self.plan.tile_shape(i, j) for i, j in self.tiles]
+        )
         self.leaves = self._leaf_ranges()
         self.partial_facts: dict[str, Any] = {}
 
@@ -290,7 +303,7 @@ class _Run:
         if len(self.plan.splits) > 1 and not self.kernel.leaves:
             self.partial_facts = {"checksums": write_sums(self.kernel, partial_name(self.item.number), host)}
         else:
-            write_tiles(self.kernel, self.item.group, leaf, zip(self.tiles, host, strict=True))
+            write_tiles(self.work, self.item.group, leaf, zip(self.tiles, host, strict=True))
         self.times["seconds_write"] += time.perf_counter() - started
 
 
@@ -304,17 +317,35 @@ def partial_name(item: int) -> str:
     return f"partials/item-{item:07d}.bin"
 
 
-def write_tiles(kernel: Kernel, group: int, leaf: int, tiles: Any) -> None:
+def write_tiles(work: Work, group: int, leaf: int, tiles: Any) -> None:
     """Write the tiles of a group for one leaf and mark them as finished."""
+    kernel, number = work.kernel, group * len(work.kernel.layouts) + leaf
+    records, off, count = _write(work, leaf, tiles)
+    kernel.ledger.record("tiles", number, {"tiles": count, "diagonal_error": off, "files": records})
+
+
+def _write(work: Work, leaf: int, tiles: Any) -> tuple[dict[str, Any], float | None, int]:
+    """Write tiles; returns the records of their files, how far diagonals are from the exact norms, and a count.
+
+    Raises
+    ------
+    Damaged
+        Naming the tile whose diagonal is further off than rounding explains; it is not written.
+    """
+    kernel = work.kernel
     records: dict[str, Any] = {}
-    count = 0
+    count, off = 0, 0.0 if kernel.plan.symmetric else None
     for (i, j), total in tiles:
         tile = symmetrize(kernel.mode, total) if kernel.plan.symmetric and i == j else total
+        if work.diagonal is not None and i == j:
+            where = f"{kernel.path}: {kernel.named(leaf, i, j)}"
+            off = max(off or 0.0, require_right(work.diagonal.compare(leaf, i, tile), where))
+            if kernel.exact_diagonal:
+                work.diagonal.replace(leaf, i, tile)
         records |= kernel.write_tile(leaf, i, j, tile)
         count += 1
     kernel.files.sync_folders(records)
-    number = group * len(kernel.layouts) + leaf
-    kernel.ledger.record("tiles", number, {"tiles": count, "files": records})
+    return records, off, count
 
 
 def finish_group(work: Work, group: int, _after: Any = None) -> dict[str, Any]:
@@ -342,10 +373,67 @@ def finish_group(work: Work, group: int, _after: Any = None) -> dict[str, Any]:
             offset += total.nbytes
             yield (i, j), total
 
-    write_tiles(kernel, group, 0, sums())
+    write_tiles(work, group, 0, sums())
     for item in items:
         kernel.files.remove(partial_name(item.number))
     return {"group": group, "seconds_write": time.perf_counter() - started}
+
+
+class _Repair(_Run):
+    """Some tiles of a finished group once more, with the same sums in the same order: the same bits."""
+
+    def __init__(self, work: Work, item: Item, array: int, tiles: list[tuple[int, int]], **listening: Any) -> None:
+        super().__init__(work, item, **listening)
+        rows, cols = [i for i, _ in tiles], [j for _, j in tiles]
+        self.group = Group(rows=(min(rows), max(rows) + 1), cols=(min(cols), max(cols) + 1))
+        self.tiles, self.array = tiles, array
+        self.checkpoints = NoCheckpoints()
+        self.found: list[np.ndarray] = []
+
+    def totals(self) -> tuple[list[np.ndarray], dict[str, Any]]:
+        """Sums of the tiles over this item's columns, none where they belong to another leaf; and what was read."""
+        totals, counts = self._compute()
+        if not self.kernel.leaves:
+            self._finish_leaf(0, totals)
+        return self.found, {**counts, **self.times}
+
+    def _finish_leaf(self, leaf: int, totals: list[Any]) -> None:
+        if leaf == self.array:
+            self.found = [np.array(self.engine.fetch(total)) for total in totals]
+
+
+def repair_tiles(
+    work: Work,
+    number: int,
+    tiles: list[tuple[int, int]],
+    listener: Listener = silent,
+    stop: Callable[[], bool] = lambda: False,
+) -> dict[str, Any]:
+    """Recompute some tiles of a finished group, and only those; the record of the others stays as it is."""
+    kernel, plan = work.kernel, work.kernel.plan
+    group, array = divmod(number, len(kernel.layouts))
+    totals: list[np.ndarray] = []
+    facts: dict[str, Any] = {}
+    with threadpoolctl.threadpool_limits(work.threads, "blas"):
+        for item in (item for item in plan.items if item.group == group):
+            repair = _Repair(work, item, array, tiles, listener=listener, stop=stop)
+            found, counts = repair.totals()
+            facts = {key: facts.get(key, 0) + value for key, value in counts.items()}
+            # In item order, as they are added up when a group is finished.
+            if found and len(plan.splits) > 1 and not kernel.leaves:
+                totals = totals or [np.zeros_like(part) for part in found]
+                totals = [total + part for total, part in zip(totals, found, strict=True)]
+            else:
+                totals = found or totals
+    record = kernel.ledger.read("tiles", number)
+    for i, j in tiles:
+        # Should this attempt die while writing, the next one looks again.
+        kernel.mark(array, i, j)
+    files, off, _ = _write(work, array, zip(tiles, totals, strict=True))
+    off = None if off is None else max(off, record.get("diagonal_error") or 0.0)
+    kernel.ledger.record("tiles", number, {**record, "diagonal_error": off, "files": {**record["files"], **files}})
+    kernel.ledger.forget("suspect", number)
+    return {**facts, "tiles": len(tiles)}
 
 
 def _ranges(plan: GramPlan, group: Group) -> list[tuple[int, int, int]]:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jacstore.bounds import NORM_RUN
 from jacstore.contraction import squared_norms
 from jacstore.devices import device
 from jacstore.errors import Refused
@@ -24,8 +25,6 @@ from jacstore.machine import format_size
 from jacstore.problem import Prepared, precision_context
 from jacstore.trace import Cut
 
-# Norms are summed on the device over this many squares in float32 and from there on in float64 on the host.
-NORM_RUN = 64
 LARGEST_BATCH = 256
 # Rows of a batch: on a CPU, blocks above 32 MB go back to the system after each batch, and faulting them in again took
 # twice the time of computing them (2.4M parameters: 0.4 GB/s at 64 examples a batch, 1.2 GB/s at 1).

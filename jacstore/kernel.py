@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 import os
 import threading
@@ -15,8 +17,8 @@ import numpy as np
 from jacstore import hierarchy
 from jacstore.errors import Damaged, Incomplete, Refused
 from jacstore.files import Files, Folder
-from jacstore.ledger import FORMAT_VERSION, Ledger
-from jacstore.pieces import ArrayLayout, FileEncoder, FileRecord, decode, raw
+from jacstore.ledger import FORMAT_VERSION, Ledger, record_name
+from jacstore.pieces import ArrayLayout, FileEncoder, FileRecord, check_file, decode, raw
 from jacstore.plan import GramPlan, block_shape
 from jacstore.views import resolve
 
@@ -105,7 +107,7 @@ class Kernel:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise Damaged(f"{where}: its attributes are damaged ({type(error).__name__}: {error})") from error
         self.ledger = Ledger(files)
-        self._tiles: dict[str, FileRecord] = {}
+        self._tiles: dict[str, list[Any]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         if not isinstance(self.files, Folder):
@@ -119,6 +121,32 @@ class Kernel:
     def __repr__(self) -> str:
         state = "complete" if self.complete else "incomplete"
         return f"<Kernel {self.path}: {self.mode} {self.shape}, {self.dtype}, {state}>"
+
+    @property
+    def engine(self) -> str:
+        """What multiplied: blas or xla."""
+        return str(self.resolved["engine"])
+
+    @property
+    def precision(self) -> str:
+        """Type of the products."""
+        return str(self.resolved["precision"])
+
+    @property
+    def numerics(self) -> dict[str, Any]:
+        """What decided the digits: types of storage, products and sums, the device, expected errors."""
+        found: dict[str, Any] = self.resolved.get("numerics", {})
+        return found
+
+    @property
+    def rounded_to(self) -> str | None:
+        """The lower type that rows were rounded to before they were multiplied."""
+        return self.numerics.get("rounded_to")
+
+    @property
+    def exact_diagonal(self) -> bool:
+        """Whether the diagonal holds exact norms, not those of the stored rows: then it is not J Jᵀ of the stored J."""
+        return bool(self.requested.get("exact_diagonal", False))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -185,6 +213,8 @@ class Kernel:
             "bytes_stored": sum(facts[0] for record in records for facts in record["files"].values()),
             "engine": self.resolved["engine"],
             "precision": self.resolved["precision"],
+            "exact_diagonal": self.exact_diagonal,
+            "numerics": {**self.numerics, "measured_error": self._measured_error(records)},
             "schedule": plan.schedule,
             "complete": self.complete,
             "format_version": FORMAT_VERSION,
@@ -193,6 +223,12 @@ class Kernel:
             "codecs": ["none"],
             "versions": self.versions,
         }
+
+    @staticmethod
+    def _measured_error(records: list[dict[str, Any]]) -> float | None:
+        """The largest relative difference of the diagonal from norms taken before rounding; None if none was seen."""
+        seen = [record["diagonal_error"] for record in records if record.get("diagonal_error") is not None]
+        return max(seen, default=None)
 
     def _lazy(self, index: int) -> da.Array:
         self.require_complete()
@@ -208,7 +244,7 @@ class Kernel:
         """Write tile (i, j) of an array and, in a full symmetric kernel, its mirror; returns their records."""
         layout = self.layouts[index]
         written = [((i, j), tile)]
-        if self.plan.symmetric and i != j and not self.triangle:
+        if self._mirrored(i, j):
             written.append(((j, i), np.swapaxes(tile, -1, -2)))
         records = {}
         for at, values in written:
@@ -243,22 +279,127 @@ class Kernel:
         layout = self.layouts[index]
         if self.plan.symmetric and self.triangle and i > j:
             return np.swapaxes(self.read_tile(index, j, i), -1, -2)
-        name = layout.file_name(self._grid(i, j))
-        if name not in self._tiles:
-            for number in self.ledger.done("tiles"):
-                for file, facts in self.ledger.read("tiles", number)["files"].items():
-                    self._tiles[file] = FileRecord.from_list(facts)
-        piece = np.empty(layout.piece, layout.dtype)
         try:
-            record = self._tiles[name].pieces[0]
+            piece = self._load(layout, self._grid(i, j))
+        except Damaged as error:
+            self.mark(index, i, j)
+            raise Damaged(
+                f"{self.path}: {self.named(index, i, j)}: {error}; run the same gram again to recompute this tile"
+            ) from error
+        return piece[tuple(slice(0, n) for n in self.plan.tile_shape(i, j))]
+
+    def named(self, index: int, i: int, j: int) -> str:
+        """A tile, and its leaf where leaves are kept apart, in words."""
+        leaf = f" of leaf {self.leaves[index]}" if self.leaves else ""
+        return f"tile ({i}, {j}){leaf}"
+
+    def _load(self, layout: ArrayLayout, at: tuple[int, ...], whole: bool = False) -> np.ndarray:
+        """One piece, checked against its record: the numbers, or `whole`, every byte of the file."""
+        name = layout.file_name(at)
+        record = FileRecord.from_list(self.facts(name))
+        if not whole:
+            piece = np.empty(layout.piece, layout.dtype)
             body = raw(piece)
             self.files.read_into(name, [(0, body)])
-            decode(body, record, piece, layout, name)
-        except KeyError:
-            raise Damaged(f"{self.path}: tile ({i}, {j}) has no record") from None
-        except Damaged as error:
-            raise Damaged(f"{self.path}: tile ({i}, {j}): {error}; assemble it anew with --overwrite") from error
-        return piece[tuple(slice(0, n) for n in self.plan.tile_shape(i, j))]
+            decode(body, record.pieces[0], piece, layout, name)
+            return piece
+        size = self.files.size(name)
+        if size is None:
+            raise Damaged(f"{name} is missing")
+        data = np.empty(size, np.uint8)
+        self.files.read_into(name, [(0, raw(data))])
+        check_file(raw(data), record, layout, name)
+        return data[: layout.piece_bytes].view(layout.dtype).reshape(layout.piece)
+
+    def facts(self, name: str) -> list[Any]:
+        """What is recorded of a tile's file."""
+        if name not in self._tiles:
+            for number in self.ledger.done("tiles"):
+                with contextlib.suppress(Damaged):
+                    files = self.ledger.read("tiles", number).get("files")
+                    self._tiles |= files if isinstance(files, dict) else {}
+        if name not in self._tiles:
+            raise Damaged(f"{name} has no record")
+        return self._tiles[name]
+
+    def number_of(self, index: int, i: int, j: int) -> int:
+        """Number of the record that a tile belongs to."""
+        for number, group in enumerate(self.plan.groups):
+            if group.rows[0] <= i < group.rows[1] and group.cols[0] <= j < group.cols[1]:
+                return number * len(self.layouts) + index
+        raise KeyError((i, j))
+
+    def files_of(self, number: int) -> dict[tuple[int, int], list[str]]:
+        """Files of every tile of a record: the tile's own and its mirror's, where that is stored."""
+        group, index = divmod(number, len(self.layouts))
+        name = self.layouts[index].file_name
+        return {
+            (i, j): [name(self._grid(i, j)), *([name(self._grid(j, i))] if self._mirrored(i, j) else [])]
+            for i, j in self.plan.tiles_of(self.plan.groups[group])
+        }
+
+    def _mirrored(self, i: int, j: int) -> bool:
+        """Whether a tile has a mirror on disk."""
+        return self.plan.symmetric and i != j and not self.triangle
+
+    def checked_tile(self, index: int, i: int, j: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """A tile and its stored mirror, transposed back, every byte of their files checked.
+
+        Raises
+        ------
+        Damaged
+            Naming the file.
+        """
+        layout, shape = self.layouts[index], tuple(slice(0, n) for n in self.plan.tile_shape(i, j))
+        tile = self._load(layout, self._grid(i, j), whole=True)[shape]
+        if not self._mirrored(i, j):
+            return tile, None
+        return tile, np.swapaxes(self._load(layout, self._grid(j, i), whole=True), -1, -2)[shape]
+
+    def mark(self, index: int, i: int, j: int, wrong: bool = False) -> None:
+        """Leave a note that makes the next gram check this tile's bytes; never worth failing for.
+
+        With `wrong` it recomputes the tile although its bytes are those recorded, as long as its record is the same.
+        """
+        with contextlib.suppress(OSError, Refused, Damaged):
+            number = self.number_of(index, i, j)
+            notes = self._notes(number)
+            notes[f"{i},{j}"] = self.facts(self.layouts[index].file_name(self._grid(i, j))) if wrong else None
+            self.files.publish(record_name("suspect", number), json.dumps({"tiles": notes}).encode())
+
+    def _notes(self, number: int) -> dict[str, Any]:
+        try:
+            notes = self.ledger.read("suspect", number)["tiles"]
+        except (Damaged, KeyError):
+            return {}
+        return notes if isinstance(notes, dict) else {}
+
+    def to_recompute(self, number: int) -> list[tuple[int, int]]:
+        """Tiles of a record that are gone or torn, and those that somebody left a note about and that are wrong.
+
+        Raises
+        ------
+        Damaged
+            If the record itself is.
+        """
+        files = self.ledger.read("tiles", number).get("files")
+        if not isinstance(files, dict):
+            raise Damaged(f"the record of tiles {number} is damaged")
+        self._tiles |= files
+        index, notes = number % len(self.layouts), self._notes(number)
+        found = []
+        for (i, j), names in self.files_of(number).items():
+            try:
+                for name in names:
+                    if self.files.size(name) != FileRecord.from_list(files[name]).size:
+                        raise Damaged(f"{name} is gone or torn")
+                if f"{i},{j}" in notes:
+                    self.checked_tile(index, i, j)
+                    if notes[f"{i},{j}"] == files[names[0]]:
+                        raise Damaged(f"{names[0]} is wrong as it is recorded")
+            except (Damaged, KeyError):
+                found.append((i, j))
+        return found
 
 
 class _LazyKernel:

@@ -235,13 +235,13 @@ def check_file(data: memoryview, record: FileRecord, layout: ArrayLayout, name: 
     if len(data) != record.size:
         raise Damaged(f"{name} has {len(data)} bytes, recorded were {record.size}")
     end = 0
-    for offset, size, checksum in record.pieces:
+    for piece, (offset, size, checksum) in enumerate(record.pieces):
         if size:
             end = offset + size + CHECKSUM_BYTES
             stored = bytes(data[offset + size : end])
             if crc32c(data[offset : offset + size]) != checksum or stored != checksum.to_bytes(
                 CHECKSUM_BYTES, "little"
             ):
-                raise Damaged(f"{name}: bytes {offset} to {end} differ from the recorded checksum")
+                raise Damaged(f"{name}: bytes {offset} to {end} differ from the recorded checksum", piece)
     if layout.sharded and bytes(data[end:]) != record.index_bytes():
         raise Damaged(f"{name}: the index of the shard, from byte {end}, differs from the record")

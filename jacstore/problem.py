@@ -16,7 +16,7 @@ import jax
 
 from jacstore.blame import kind_of
 from jacstore.errors import Refused
-from jacstore.identity import derivative, requested
+from jacstore.identity import derivative, lowest_precision, requested
 from jacstore.inputs import Arrays, Dataset, is_dataset
 from jacstore.outputs import checked_outputs, chosen, count_chosen, count_outputs, flat_function
 from jacstore.parameters import SelectedLeaf, check_select, split_parameters
@@ -108,6 +108,8 @@ class Prepared:
         `function(selected, rest, example) -> (K,)`, traceable; call it inside `precision_context`.
     read
         `read(start, stop)`: as `Problem.read`, in the types that are computed in.
+    lowest
+        The lowest precision in the function and its derivative, which bounds the accuracy of rows.
     requested
         Fields that decide the result, for the fingerprint; JSON-able.
     """
@@ -120,6 +122,7 @@ class Prepared:
     rest: list[Any]
     function: Callable[[list[Any], list[Any], Any], jax.Array]
     read: Callable[[int, int], Any]
+    lowest: str
     requested: dict[str, Any]
 
 
@@ -161,6 +164,7 @@ def prepare(problem: Problem, *, float64: bool = False) -> Prepared:
         def function(selected: list[Any], rest: list[Any], example: Any) -> jax.Array:
             return chosen(all_outputs(selected, rest, example), problem.outputs)
 
+        jaxpr = derivative(all_outputs, parameters, example)
         return Prepared(
             n_examples=problem.n_examples,
             n_outputs=n_outputs,
@@ -170,9 +174,10 @@ def prepare(problem: Problem, *, float64: bool = False) -> Prepared:
             rest=parameters.rest,
             function=function,
             read=read,
+            lowest=lowest_precision(jaxpr),
             requested=requested(
                 params=problem.params,
-                jaxpr=derivative(all_outputs, parameters, example),
+                jaxpr=jaxpr,
                 outputs=problem.outputs,
                 selection=[leaf.path for leaf in parameters.leaves],
                 first=first,

@@ -6,10 +6,12 @@ A unit is a run of consecutive examples and everything about them. It owns whole
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 import math
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,9 +20,10 @@ import numpy as np
 
 from jacstore import hierarchy
 from jacstore.blocks import from_bfloat16
+from jacstore.bounds import compute_dtype, rounding_error
 from jacstore.errors import Damaged, Incomplete, Refused
 from jacstore.files import Files, Folder
-from jacstore.ledger import FOLDER, FORMAT_VERSION, Ledger
+from jacstore.ledger import FORMAT_VERSION, Ledger, record_name
 from jacstore.pieces import ArrayLayout, FileRecord, check_file, decode, raw
 from jacstore.plan import FILE_BYTES, IO_THREADS, Side
 from jacstore.terms import Leaf, Operand, expand
@@ -109,6 +112,31 @@ class JacobianStore:
         )
 
     @property
+    def numerics(self) -> dict[str, Any]:
+        """What decided the digits: types of storage, computing, products and sums, and the device."""
+        found: dict[str, Any] = self.resolved.get("numerics", {})
+        return found
+
+    @property
+    def lowest(self) -> str:
+        """The lowest precision in the function; that of the build where rows came from outside."""
+        return str(self.numerics.get("lowest") or compute_dtype(self.dtype))
+
+    @property
+    def rounding(self) -> dict[str, Any]:
+        """How rounding of stored numbers reaches kernel entries, the largest seen in some rows of some units.
+
+        `gain` is None where none was looked at.
+        """
+        found = [self.record(unit).get("rounding") for unit in self.ledger.done("unit")]
+        seen = [facts for facts in found if isinstance(facts, dict)]
+        largest: dict[str, Any] = {"gain": None, "amplification": 1.0, "measured": None}
+        for key, unknown in list(largest.items()):
+            values = [facts[key] for facts in seen if isinstance(facts.get(key), int | float)]
+            largest[key] = max(values, default=unknown)
+        return largest
+
+    @property
     def n_columns(self) -> int:
         """Columns stored as rows: P without factored leaves."""
         return self.layouts["rows"].shape[2] if "rows" in self.layouts else 0
@@ -124,6 +152,11 @@ class JacobianStore:
         """Decoded bytes of an example's factors."""
         layouts = [self.layouts[operand_array(operand.name)] for operand in self.operands]
         return sum(math.prod(layout.shape[1:]) * layout.itemsize for layout in layouts)
+
+    @property
+    def nonfinite_examples(self) -> list[int]:
+        """Examples that were stored with NaN or infinity in their rows."""
+        return [n for unit in self.ledger.done("unit") for n in self.record(unit)["nonfinite_examples"]]
 
     @property
     def outputs(self) -> np.ndarray:
@@ -194,14 +227,21 @@ class JacobianStore:
             "bytes_stored": sum(record["bytes"] for record in records),
             "bytes_dense": self.n_examples * self.n_outputs * self.n_parameters * 4,
             "zero_rows": sum(record["zero_rows"] for record in records),
-            "nonfinite_examples": [n for record in records for n in record["nonfinite_examples"]],
+            "nonfinite_examples": self.nonfinite_examples,
             "complete": len(done) == self.n_units,
             "format_version": FORMAT_VERSION,
             "fingerprint": self.requested,
             "dtype": self.dtype,
             "codecs": sorted({layout.codec for layout in self.layouts.values()}),
             "versions": self.versions,
+            "numerics": self._errors(),
         }
+
+    def _errors(self) -> dict[str, Any]:
+        """The numerical record with what rounding for storage does to kernel entries, relative to sqrt(G_ii G_jj)."""
+        expected, worst = rounding_error(self.dtype, self.rounding)
+        seen = self.rounding["measured"]
+        return {**self.numerics, "expected_error": expected, "worst_case": worst, "measured_error": seen}
 
     def read_rows(self, start: int, stop: int, first: int, last: int, out: np.ndarray) -> None:
         """Read columns `first` to `last` of J for examples `start` to `stop` into `out`: `(n, K, columns)`.
@@ -292,7 +332,7 @@ class JacobianStore:
             try:
                 self._read_piece(name, FileRecord.piece_of(listed, index), layout, piece)
             except Damaged as error:
-                self._suspect(unit)
+                self.mark(unit)
                 raise self._damaged(unit, layout.name, where[-1], str(error)) from error
             values = piece[a - unit_start : b - unit_start, ..., c - left : d - left]
             target = out[a - start : b - start, ..., c - first : d - first]
@@ -340,29 +380,69 @@ class JacobianStore:
             "run the same build again to recompute this unit"
         )
 
-    def _suspect(self, unit: int) -> None:
-        """Leave a note that makes the next build check this unit's bytes; never worth failing for."""
-        with contextlib.suppress(OSError, Refused):
-            self.files.publish(f"{FOLDER}/suspect-{unit:07d}.json", b"{}")
+    def mark(self, unit: int, wrong: bool = False) -> None:
+        """Leave a note that makes the next build check this unit's bytes; never worth failing for.
+
+        With `wrong` it recomputes the unit although its bytes are those recorded, as long as its record is the same.
+        """
+        name = record_name("suspect", unit)
+        with contextlib.suppress(OSError, Refused, Damaged):
+            if wrong:
+                note = {"wrong": hierarchy.short_hash(self.record(unit))}
+                self.files.publish(name, json.dumps(note).encode())
+            elif self.files.size(name) is None:
+                self.files.publish(name, b"{}")
+
+    def must_recompute(self, unit: int) -> bool:
+        """Whether a unit that somebody left a note about is wrong: in its bytes, or as it is recorded."""
+        with contextlib.suppress(Damaged):
+            note = self.ledger.read("suspect", unit)
+            if note.get("wrong") == hierarchy.short_hash(self.record(unit)):
+                return True
+        return self.check_unit(unit) is not None
 
     def unit_range(self, unit: int) -> tuple[int, int]:
         """Examples of a unit."""
         return unit * self.unit_size, min((unit + 1) * self.unit_size, self.n_examples)
 
     def check_unit(self, unit: int) -> str | None:
-        """What is wrong with a unit's bytes, or None: every piece of every file against its record."""
+        """The first thing that is wrong with a unit, or None."""
+        return next(self.faults(unit), None)
+
+    def files_of(self, unit: int) -> dict[str, tuple[ArrayLayout, tuple[int, ...]]]:
+        """Every file that a unit owns, with its array and its place in the array's grid."""
+        places = [
+            (layout, (unit, *[0] * (len(layout.shape) - 2), file))
+            for layout in self.layouts.values()
+            for file in range(layout.files_along(-1))
+        ]
+        return {layout.file_name(at): (layout, at) for layout, at in places}
+
+    def faults(self, unit: int) -> Iterator[str]:
+        """What is wrong with a unit, file by file: its record, and every byte of every file against that record."""
+        whole = slice(0, self.n_parameters)
         try:
             files = self.record(unit)["files"]
-            for name, facts in files.items():
+        except Damaged as error:
+            yield str(self._damaged(unit, "", whole, str(error)))
+            return
+        expected = self.files_of(unit)
+        for name in sorted(set(files) - set(expected)):
+            yield str(self._damaged(unit, "", whole, f"its record lists {name}, which is no file of this unit"))
+        for name, (layout, at) in expected.items():
+            columns = whole
+            try:
+                record = FileRecord.from_list(self._file_facts(unit, name))
                 size = self.files.size(name)
                 if size is None:
-                    return f"{name} is missing"
-                whole = raw(np.empty(size, np.uint8))
-                self.files.read_into(name, [(0, whole)])
-                check_file(whole, FileRecord.from_list(facts), self.layouts[name.rsplit("/c/", 1)[0]], name)
-        except (Damaged, KeyError, TypeError, ValueError) as error:
-            return str(error)
-        return None
+                    raise Damaged(f"{name} is missing")
+                data = raw(np.empty(size, np.uint8))
+                self.files.read_into(name, [(0, data)])
+                check_file(data, record, layout, name)
+            except Damaged as error:
+                if error.piece is not None:
+                    columns = next(itertools.islice(layout.pieces_of(at), error.piece, None))[-1]
+                yield str(self._damaged(unit, layout.name, columns, str(error)))
 
     def sizes_match(self, unit: int) -> bool:
         """Whether all files of a unit are there with the recorded size: cheap, sees what is missing or torn."""
@@ -383,7 +463,7 @@ class JacobianStore:
             try:
                 self._read_piece(name, record, layout, piece)
             except Damaged as error:
-                self._suspect(unit)
+                self.mark(unit)
                 raise self._damaged(unit, array, slice(0, self.n_parameters), str(error)) from error
             where = next(layout.pieces_of(at))
             out[where] = piece[tuple(slice(0, s.stop - s.start) for s in where)]

@@ -441,7 +441,7 @@ def _run(
                 examples = source.read(a, b)
                 for rows in passes.run(examples):
                     unit.fill(a, rows)
-                unit.hash(examples)
+                unit.inputs.update(examples)
                 listener(BatchDone(examples=b - a))
                 times["seconds_device"] += time.perf_counter() - began
             if stopped:

@@ -19,6 +19,7 @@ from jacstore.writer import StoreWriter
 
 # How many finished units a rerun checks against the inputs it was given; `verify` checks all.
 UNITS_REHASHED = 4
+REHASHED_AT_ONCE = 256
 
 
 class Unit:
@@ -32,18 +33,7 @@ class Unit:
         self.blocks = spare.pop() if spare else writer.new_blocks()
         self.norms = np.empty((count, k, len(writer.leaves)))
         self.outputs = np.empty((count, k), outputs_dtype)
-        self._hashes: list[Any] = []
-
-    def hash(self, examples: Any) -> None:
-        """Take in the inputs of a batch; the result does not depend on how a unit is cut into batches."""
-        leaves = jax.tree_util.tree_leaves(examples)
-        self._hashes = self._hashes or [hashlib.blake2b(digest_size=16) for _ in leaves]
-        for digest, leaf in zip(self._hashes, leaves, strict=True):
-            digest.update(np.ascontiguousarray(leaf).view(np.uint8).reshape(-1).data)
-
-    def inputs_hash(self) -> str:
-        """Hash of all inputs taken in."""
-        return hashlib.blake2b(b"".join(d.digest() for d in self._hashes), digest_size=16).hexdigest()
+        self.inputs = InputsHash()
 
     def fill(self, a: int, rows: BatchRows) -> None:
         """Copy the rows of a batch that begins at example `a`."""
@@ -61,7 +51,7 @@ class Unit:
     def write(self) -> float:
         """Store the unit; returns the seconds it took."""
         began = time.perf_counter()
-        facts = {"inputs": self.inputs_hash()}
+        facts = {"inputs": self.inputs.hexdigest()}
         try:
             self.writer.write_blocks(
                 self.start, self.blocks, outputs=self.outputs, norms=self.norms, facts=facts, proven=True
@@ -85,7 +75,7 @@ def refuse_other_inputs(writer: StoreWriter, read: Callable[[int, int], Any]) ->
     chosen = {*done[:1], *done[-1:], *random.sample(done, min(len(done), UNITS_REHASHED - 2))}
     for unit in sorted(chosen):
         start, stop = store.unit_range(unit)
-        if hash_inputs(read(start, stop)) != store.record(unit)["inputs"]:
+        if hash_inputs(read, start, stop, REHASHED_AT_ONCE) != store.record(unit)["inputs"]:
             raise Mismatch(
                 f"{store.path} was built from another request (inputs: examples {start} to {stop - 1} changed); "
                 "give the same inputs, choose another --out (out=), or start anew with --overwrite (overwrite=True)"
@@ -93,8 +83,27 @@ def refuse_other_inputs(writer: StoreWriter, read: Callable[[int, int], Any]) ->
     return sorted(chosen)
 
 
-def hash_inputs(examples: Any) -> str:
-    unit = Unit.__new__(Unit)
-    unit._hashes = []
-    unit.hash(examples)
-    return unit.inputs_hash()
+class InputsHash:
+    """A hash of a unit's inputs that does not depend on how the unit is cut into batches."""
+
+    def __init__(self) -> None:
+        self._leaves: list[Any] = []
+
+    def update(self, examples: Any) -> None:
+        """Take in the inputs of a batch."""
+        leaves = jax.tree_util.tree_leaves(examples)
+        self._leaves = self._leaves or [hashlib.blake2b(digest_size=16) for _ in leaves]
+        for digest, leaf in zip(self._leaves, leaves, strict=True):
+            digest.update(np.ascontiguousarray(leaf).view(np.uint8).reshape(-1).data)
+
+    def hexdigest(self) -> str:
+        """The hash of all that was taken in."""
+        return hashlib.blake2b(b"".join(d.digest() for d in self._leaves), digest_size=16).hexdigest()
+
+
+def hash_inputs(read: Callable[[int, int], Any], start: int, stop: int, batch: int) -> str:
+    """Hash of examples `start` to `stop - 1`, read a batch at a time."""
+    inputs = InputsHash()
+    for a in range(start, stop, batch):
+        inputs.update(read(a, min(a + batch, stop)))
+    return inputs.hexdigest()

@@ -23,10 +23,13 @@ from jacstore.machine import format_size
 from jacstore.pieces import CODECS, ArrayLayout, FileEncoder, FileRecord
 from jacstore.plan import FILE_BYTES, IO_THREADS, PIECE_BYTES, StorePlan, plan_store
 from jacstore.progress import Listener, UnitDone, silent
+from jacstore.rounding import observed_rounding
 from jacstore.store import DTYPES, JacobianStore, operand_array, operand_name
 from jacstore.terms import Leaf, Operand, dense_leaves, expand
 
 ARRAYS = ("rows", "factors", "outputs", "norms")
+# Where the effect of rounding is looked at: one example of so many units, and so many of its rows.
+ROUNDING_UNITS, ROUNDING_OUTPUTS = 8, 4
 LARGEST = {"float16": 65504.0, "bfloat16": 3.38e38, "float32": 3.4e38, "float64": 1.79e308}
 
 
@@ -50,6 +53,8 @@ class StoreWriter:
         As for `jacstore.build`. `codec` is none, lz4 or zstd.
     requested
         Further facts that decide the rows; opening the store again with others is refused.
+    numerics
+        How the rows were computed, kept with the store: `lowest` is the lowest precision in it, for `jacstore.verify`.
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class StoreWriter:
         memory: int | str | None = None,
         outputs_dtype: str = "float64",
         requested: Mapping[str, Any] | None = None,
+        numerics: Mapping[str, Any] | None = None,
         left_out: Sequence[tuple[str, str]] = (),
         part: tuple[int, int] = (1, 1),
         allow_nonfinite: bool = False,
@@ -113,7 +119,7 @@ class StoreWriter:
                 if isinstance(self.files, Memory):
                     # The rest of the budget is for units on their way and for the device pass.
                     self.files.limit = max(budget // 8, budget - 3 * plan.unit_bytes)
-                self._create(plan, codec, outputs_dtype, wanted, left_out)
+                self._create(plan, codec, outputs_dtype, wanted, left_out, numerics or {})
             self.store = JacobianStore(self.files, self.where)
             compare_requested(self.where, self.store.requested, wanted)
             if [leaf.terms for leaf in self.store.leaves] != [leaf.terms for leaf in self.leaves]:
@@ -155,10 +161,10 @@ class StoreWriter:
         return [self.store.unit_range(unit) for unit in self.units if unit not in self._done]
 
     def _recheck(self) -> None:
-        """Make units unfinished again whose files are gone or torn, or which a reader found damaged."""
+        """Make units unfinished again whose files are gone or torn, or which a reader or `verify` found damaged."""
         suspects = set(self.store.ledger.done("suspect"))
         for unit in sorted(self._done.intersection(self.units)):
-            bad = self.store.check_unit(unit) if unit in suspects else not self.store.sizes_match(unit)
+            bad = self.store.must_recompute(unit) if unit in suspects else not self.store.sizes_match(unit)
             if bad:
                 self.store.ledger.forget("unit", unit)
                 self._done.discard(unit)
@@ -255,12 +261,26 @@ class StoreWriter:
                 "bytes": size,
                 "zero_rows": int(np.sum(norms.sum(-1) == 0)),
                 "nonfinite_examples": nonfinite,
+                **self._rounding(unit, blocks, norms),
                 "files": {name: record.to_list() for name, record in files.items()},
                 **facts,
             },
         )
         self._done.add(unit)
         self.listener(UnitDone(unit=unit, examples=count, bytes_stored=size))
+
+    def _rounding(self, unit: int, blocks: Mapping[str, UnitBlock], norms: np.ndarray) -> dict[str, Any]:
+        """What rounding does to the rows of the first example, in a few units."""
+        if unit % -(-self.store.n_units // ROUNDING_UNITS):
+            return {}
+        outputs = np.arange(0, self.store.n_outputs, -(-self.store.n_outputs // ROUNDING_OUTPUTS))
+        operands, rows = {}, blocks["rows"].example(0)[outputs] if "rows" in blocks else None
+        for operand in self.operands:
+            values = blocks[operand_array(operand.name)].example(0)
+            values = values[outputs] if operand.role == "cotangents" else values
+            operands[operand.name] = values[None] if operand.role == "ids" else values[None].astype(np.float64)
+        seen = observed_rounding(self.leaves, rows, operands, norms[0, outputs].sum(-1), unit)
+        return {} if seen is None else {"rounding": seen}
 
     def _unit_to_write(self, start: int) -> int:
         """The unit that begins at an example, if it is this writer's to write."""
@@ -400,6 +420,7 @@ class StoreWriter:
         outputs_dtype: str,
         wanted: Mapping[str, Any],
         left_out: Sequence[tuple[str, str]],
+        numerics: Mapping[str, Any],
     ) -> None:
         n, k, unit = plan.n_examples, plan.n_outputs, plan.unit_size
         rows = ArrayLayout(
@@ -445,6 +466,7 @@ class StoreWriter:
                 "codec": codec,
                 "unit_size": unit,
                 "arrays": [layout.to_dict() for layout in layouts],
+                "numerics": {"storage": self.dtype, "norms": "float64", **numerics},
             },
             "versions": hierarchy.versions(),
         }

@@ -1,0 +1,83 @@
+"""In: stored numbers of an example. Out: what rounding them does to kernel entries, seen by rounding them once more.
+
+A kernel entry is a sum of many rounded products, so its error is far below the worst case and depends on how many
+numbers share the sum. Rounding them anew, scaled so that they fall elsewhere between two floats, shows it for any
+term: equal numbers are rounded alike, as they were, and factors pass their error on to all they are multiplied with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jacstore.bounds import squared_magnitudes
+from jacstore.contraction import squared_norms
+from jacstore.terms import Leaf
+
+# Rounding to so few digits that float64 shows it, and enough that its square does not matter.
+BITS = 12
+DRAWS = 4
+COLUMNS_AT_ONCE = 1_000_000
+
+
+def observed_rounding(
+    leaves: Sequence[Leaf], rows: np.ndarray | None, operands: Mapping[str, np.ndarray], norms: np.ndarray, seed: int
+) -> dict[str, float] | None:
+    """`gain`, `amplification` and `measured` of the rows of one example; None if a row is zero or not finite.
+
+    Parameters
+    ----------
+    rows
+        What is stored as rows, `(K, columns)`.
+    operands
+        What is stored of factored leaves, `(1, ...)`.
+    norms
+        Squared norms `(K,)` taken before rounding.
+
+    Returns
+    -------
+    dict
+        `gain`: standard deviation of a diagonal entry's relative error, in units of the roundoff; those beside the
+        diagonal have a smaller one. `amplification`: squared norm of what a row is summed from, relative to its own.
+        `measured`: the largest relative difference from `norms`.
+    """
+    factored = [leaf for leaf in leaves if not leaf.dense and leaf.size]
+    stored = _squares(factored, rows, operands, None)
+    if not (np.isfinite(stored).all() and np.isfinite(norms).all() and stored.all() and norms.all()):
+        return None
+    draw = np.random.default_rng(seed)
+    scales = draw.uniform(1, 2, DRAWS)
+    changes = [(_squares(factored, rows, operands, scale) - stored) / stored for scale in scales]
+    plain = stored - sum((squared_norms(leaf, operands).sum(-1)[0] for leaf in factored), np.zeros_like(stored))
+    summed = plain + sum((squared_magnitudes(leaf, operands)[0] for leaf in factored), np.zeros_like(stored))
+    figures = {
+        "gain": np.sqrt(np.mean(np.square(changes))) * 2**BITS,
+        "amplification": max(1.0, float((summed / stored).max())),
+        "measured": (np.abs(stored - norms) / norms).max(),
+    }
+    return {name: float(f"{float(value):.4g}") for name, value in figures.items()}
+
+
+def _squares(
+    factored: Sequence[Leaf], rows: np.ndarray | None, operands: Mapping[str, np.ndarray], scale: float | None
+) -> Any:
+    """Squared norms `(K,)`, of numbers rounded anew if a scale is given."""
+    total: Any = 0.0
+    if rows is not None:
+        for a in range(0, rows.shape[1], COLUMNS_AT_ONCE):
+            total = total + np.square(_rounded(rows[:, a : a + COLUMNS_AT_ONCE].astype(np.float64), scale)).sum(1)
+    again = {name: v if v.dtype.kind == "i" else _rounded(v, scale) for name, v in operands.items()}
+    for leaf in factored:
+        total = total + squared_norms(leaf, again).sum(-1)[0]
+    return total
+
+
+def _rounded(values: np.ndarray, scale: float | None) -> np.ndarray:
+    """To `BITS` significant bits, unit roundoff `2**-BITS`, after scaling and before scaling back."""
+    if scale is None:
+        return values
+    mantissa, exponent = np.frexp(values * scale)
+    rounded: np.ndarray = np.ldexp(np.rint(np.ldexp(mantissa, BITS)), exponent - BITS) / scale
+    return rounded
