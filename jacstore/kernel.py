@@ -361,6 +361,8 @@ class Kernel:
 
         With `wrong` it recomputes the tile although its bytes are those recorded, as long as its record is the same.
         """
+        if self.plan.symmetric and i > j:
+            i, j = j, i
         with contextlib.suppress(OSError, Refused, Damaged):
             number = self.number_of(index, i, j)
             notes = self._notes(number)

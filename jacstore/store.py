@@ -168,6 +168,12 @@ class JacobianStore:
         """Squared row norms for each leaf, float64 `(N, K, L)`, taken before rows were rounded for storage."""
         return self._whole("norms")
 
+    def norms_of(self, start: int, stop: int) -> np.ndarray:
+        """`norms` of examples `start` to `stop`."""
+        found = np.empty((stop - start, *self.layouts["norms"].shape[1:]))
+        self.read("norms", start, stop, 0, found.shape[-1], found)
+        return found
+
     @property
     def array(self) -> da.Array:
         """All of J as a lazy Dask array `(N * K, P)`, whatever its terms; a chunk is at most a unit by 64 MB."""

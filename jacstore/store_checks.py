@@ -86,12 +86,12 @@ class StoreChecks:
         """Norms of each leaf's rows, recomputed from the stored numbers, against those taken before rounding."""
         store = self.store
         tally = Tally("norms")
-        stored = store.norms if self.units else np.empty(0)
         for unit in self.units:
             start, stop = store.unit_range(unit)
-            fine = self._zero_rows(tally, unit, stored[start:stop])
+            stored = store.norms_of(start, stop)
+            fine = self._zero_rows(tally, unit, stored)
             for index, leaf in enumerate(store.leaves):
-                fine &= self._norms_of(tally, unit, leaf, stored[start:stop, :, index])
+                fine &= self._norms_of(tally, unit, leaf, stored[..., index])
             if not fine:
                 self.bad[unit] = True
         return tally.done()

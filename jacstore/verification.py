@@ -21,7 +21,7 @@ from jacstore.errors import Damaged, JacstoreError, Refused
 from jacstore.kernel import Kernel
 from jacstore.kernel_checks import KernelChecks
 from jacstore.problem import Problem
-from jacstore.report import Check, Report, Tally, skipped
+from jacstore.report import FAILED, OK, Check, Report, Tally, skipped
 from jacstore.store import JacobianStore, open_store
 from jacstore.store_checks import StoreChecks
 from jacstore.target import load_target
@@ -117,7 +117,7 @@ def _verify_store(
         store.mark(unit, wrong=as_recorded)
     for unit in set(store.ledger.done("suspect")) & set(checks.units):
         if not store.must_recompute(unit):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, JacstoreError):
                 store.ledger.forget("suspect", unit)
     return found, [f"unit {unit}" for unit in sorted(checks.bad)]
 
@@ -127,11 +127,16 @@ def _verify_kernel(
 ) -> tuple[list[Check], list[str]]:
     stores, why = _stores_of(kernel, given)
     checks = KernelChecks(kernel, stores, why.where, memory)
-    found = [why, *checks.run(samples, draw)]
+    found = [*checks.run(samples, draw)]
+    found.insert(0, Check(name="store", state=FAILED, where=checks.store_fault) if checks.store_fault else why)
     if full:
         found.append(_every_entry(checks, memory))
     for (index, i, j), as_recorded in checks.bad.items():
         kernel.mark(index, i, j, wrong=as_recorded)
+    for number in kernel.ledger.done("suspect"):
+        with contextlib.suppress(OSError, JacstoreError):
+            if not kernel.to_recompute(number):
+                kernel.ledger.forget("suspect", number)
     return found, [kernel.named(*at) for at in sorted(checks.bad)]
 
 
@@ -156,12 +161,12 @@ def _stores_of(kernel: Kernel, given: Stores | None) -> tuple[list[JacobianStore
                 raise
             return None, skipped("store", f"{error}")
         except JacstoreError as error:
-            return None, Check(name="store", state="failed", where=str(error))
+            return None, Check(name="store", state=FAILED, where=str(error))
         if not same:
             text = f"{store.path} does not hold what {kernel.path} was assembled from"
-            return None, Check(name="store", state="failed", where=text)
+            return None, Check(name="store", state=FAILED, where=text)
         stores.append(store)
-    return stores, Check(name="store", state="ok", where=", ".join(store.path for store in stores))
+    return stores, Check(name="store", state=OK, where=", ".join(store.path for store in stores))
 
 
 def _every_entry(checks: KernelChecks, memory: int) -> Check:
@@ -172,6 +177,8 @@ def _every_entry(checks: KernelChecks, memory: int) -> Check:
     other = checks.stores[1] if len(checks.stores) > 1 else None
     tile = kernel.plan.tile
     tally = Tally(EVERY_ENTRY)
+    if checks.store_fault:
+        return skipped(EVERY_ENTRY, "the store cannot be read")
     options: dict[str, Any] = {"precision": "float64", "engine": "blas", "tile": tile, "memory": memory}
     try:
         again = gram(checks.stores[0], other, None, mode=kernel.mode, by_leaf=bool(kernel.leaves), **options)
