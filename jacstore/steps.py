@@ -24,7 +24,7 @@ def plan_steps(
     steps = []
     for members, names in sharing(leaves):
         costs = {n: _costs(leaves[n], by_name, n_outputs, n_examples, mode) for n in members}
-        expanded = tuple(n for n, (pair, rows, example) in costs.items() if rows + 2 * example / n_examples < pair)
+        expanded = tuple(n for n in members if expanding_pays(costs[n], n_examples))
         rows_flops = {n: costs[n][1] for n in expanded}
         positions = max(
             (_positions(leaves[n], by_name) for n in members if n not in expanded and not _simple(leaves[n], by_name)),
@@ -43,6 +43,12 @@ def plan_steps(
             )
         )
     return tuple(steps)
+
+
+def expanding_pays(costs: tuple[int, int, int], n_examples: int) -> bool:
+    """Whether forming a leaf's rows takes fewer operations than products of all pairs of positions."""
+    implicit, expanded, example = costs
+    return expanded + 2 * example / n_examples < implicit
 
 
 def sharing(leaves: Sequence[Leaf]) -> list[tuple[tuple[int, ...], tuple[str, ...]]]:

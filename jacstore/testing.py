@@ -6,11 +6,14 @@ line with the package's own device pass: one `jax.jacrev` an example, in float64
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -239,3 +242,10 @@ class Failing(Counting):
         super().__call__(event)
         if isinstance(event, self.kind) and len(self.of(self.kind)) == self.at:
             raise self.error("asked for by the test")
+
+
+@contextlib.contextmanager
+def contraction(way: str) -> Iterator[None]:
+    """Plans made meanwhile multiply factors "implicit", or "expanded" wherever rows can be formed from them."""
+    with mock.patch("jacstore.steps.expanding_pays", lambda costs, _: way == "expanded" and costs[1] < 2**62):
+        yield

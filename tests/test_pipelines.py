@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import bench_contraction
 import compare_peers
 import device_check
 import headline
@@ -202,3 +203,8 @@ def test_torch_rows_compares_bytes_speed_and_rows(tmp_path: Path) -> None:
     assert [row["net"] for row in table] == ["mlp", "cnn", "text"]
     assert all(row["largest_row_error"] <= 1e-5 and row["bytes_stored"] < row["bytes_dense"] for row in table)
     assert all(row["examples_per_second"] > 0 and row["jacrev_per_second"] > 0 and row["factored"] for row in table)
+
+
+def test_implicit_and_expanded_contractions_give_one_kernel() -> None:
+    figures = bench_contraction.main(["--examples", "12", "--channels", "16", "32", "--rounds", "1"])
+    assert figures["largest_difference"] <= 1e-6 and figures["parameters"] == 9 * 16 * 32
