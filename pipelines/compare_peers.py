@@ -9,7 +9,7 @@ peers' interpreters are those of environments of their own, made for example by
     python3.11 -m venv TORCH && TORCH/bin/pip install torch==2.13.0 numpy
 
 A sweep runs every way of every tool at every block size once, each up to --sweep-seconds. Then alternating rounds: both
-ways of jacstore, and of each peer the fastest way with every other one that was at most five times slower, each at its
+ways of jacstore, and of each peer the fastest way with every other one that took at most twice as long, each at its
 fastest block size and up to --seconds; medians are printed. Whatever was stopped by these limits was extrapolated from
 the blocks that were finished, and the table says from how many of how many. Compile time is apart; "once" is a first
 run, with it. All kernels are compared entry by entry. The sweep is kept in the CSV and not repeated: delete it to start
@@ -49,7 +49,7 @@ WAYS = {
 EXAMPLES = {"mlp": 2048, "cnn": 512}
 BLOCKS = {"mlp": (128, 512, 2048), "cnn": (32, 128, 512)}
 # Ways of a peer that the sweep found slower than its fastest by more than this stay out of the rounds.
-NEAR = 5.0
+NEAR = 2.0
 FACTS = (
     "seconds",
     "seconds_measured",
