@@ -39,9 +39,9 @@ from jacstore.errors import Interrupted
 from jacstore.progress import Started
 
 WHEELS = (
-    "zarr numcodecs crc32c google-crc32c donfig packaging typing-extensions dask distributed cloudpickle fsspec partd "
-    "locket toolz pyyaml click jinja2 markupsafe msgpack psutil sortedcontainers tblib tornado urllib3 zict rich "
-    "markdown-it-py mdurl pygments threadpoolctl ml-dtypes"
+    "zarr msgspec numcodecs crc32c google-crc32c donfig packaging typing-extensions dask distributed cloudpickle "
+    "fsspec partd locket toolz pyyaml click jinja2 markupsafe msgpack psutil sortedcontainers tblib tornado urllib3 "
+    "zict rich markdown-it-py mdurl pygments threadpoolctl"
 )
 # float32 rounding of sums; products of 16-bit or TF32 operands are off by 5e-4 on the rows of `tf32`.
 TOLERANCE = 2e-6
