@@ -259,6 +259,15 @@ def table(title: str, rows: list[tuple[str, ...]]) -> None:
         print("  " + "  ".join(cells))
 
 
+def leaves_table(store: jacstore.JacobianStore) -> None:
+    """Print for each leaf its shape, terms, the numbers stored for an example against its rows', and why."""
+    rows = [("leaf", "shape", "terms", "stored", "of rows", "why")]
+    for leaf in store.info()["leaves"]:
+        shape, terms = "x".join(map(str, leaf["shape"])), "+".join(leaf["terms"])
+        rows.append((leaf["path"], shape, terms, f"{leaf['numbers']:,}", f"{leaf['numbers_dense']:,}", leaf["why"]))
+    table("Leaves: terms, numbers stored for an example against those of its rows", rows)
+
+
 def figure(path: Path, kernel: np.ndarray, labels: np.ndarray, eigenvalues: np.ndarray, title: str) -> None:
     """Draw the kernel `(N, N)` ordered by class, each entry divided by its diagonal, and the leading eigenvalues."""
     order = np.argsort(labels, kind="stable")

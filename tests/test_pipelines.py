@@ -16,7 +16,12 @@ import bench_contraction
 import compare_peers
 import device_check
 import headline
+import issue30
+import jacstore
+import transformer
 from jacstore.errors import Damaged
+from jacstore.problem import prepare
+from jacstore.trace import cut_before_products
 from peers import child, serve
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -208,3 +213,57 @@ def test_torch_rows_compares_bytes_speed_and_rows(tmp_path: Path) -> None:
 def test_implicit_and_expanded_contractions_give_one_kernel() -> None:
     figures = bench_contraction.main(["--examples", "12", "--channels", "16", "32", "--rounds", "1"])
     assert figures["largest_difference"] <= 1e-6 and figures["parameters"] == 9 * 16 * 32
+
+
+def test_issue30_stores_convolutions_as_rows_and_dense_layers_by_factors():
+    task = issue30.problem(1)
+    leaves = cut_before_products(prepare(task), "auto", float64=False).leaves
+    kinds = {leaf.path: leaf.terms[0].kind for leaf in leaves if leaf.path.endswith("weight")}
+    assert kinds == {**{f"conv{n}/weight": "dense" for n in range(5)}, "dense0/weight": "dot", "dense1/weight": "dense"}
+    assert {leaf.path: leaf.shape for leaf in leaves}["dense0/weight"] == (16_384, 96)
+    assert sum(leaf.size for leaf in leaves) == 2_551_553
+
+
+def test_issue30_says_what_the_whole_run_takes(tmp_path, capsys):
+    words = ["--examples", "3", "--size", "64", "--checked", "3", "--memory", "2GB", "--out", str(tmp_path)]
+    figures = issue30.main(words)
+    assert figures["checked"] == 6 and figures["largest_error"] <= 2e-6 and figures["passes"] == 1
+    # Images of this size have factored convolutions beside 93,345 columns of rows.
+    assert figures["whole_flops"] > issue30.WHOLE**2 * 93_345
+    assert 93_345 < figures["whole_bytes_stored"] / 4 / issue30.WHOLE < figures["parameters"] / 5
+    assert figures["whole_hours_recomputed"] == pytest.approx(300 * figures["whole_hours_build"])
+    assert figures["whole_bytes_dense"] == 4 * issue30.WHOLE * figures["parameters"]
+    assert "conv4/weight" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("outputs", "layers"), [("loglik", 2), ("logits", 1)])
+def test_the_transformers_kernel_is_exact_and_its_table_is_looked_up_and_multiplied(tmp_path, outputs, layers):
+    words = [
+        "--layers",
+        str(layers),
+        "--width",
+        "64",
+        "--vocabulary",
+        "400",
+        "--length",
+        "8",
+        "--examples",
+        "6",
+        "--checked",
+        "4",
+    ]
+    figures = transformer.main([*words, "--outputs", outputs, "--memory", "2GB", "--out", str(tmp_path)])
+    assert figures["error_float64"] <= 1e-12 and figures["error_float32"] <= 2e-6 and figures["passes"] == 1
+    assert figures["smaller"] > 3
+    leaves = {leaf.path: leaf.terms for leaf in jacstore.open(tmp_path / "store.jac").leaves}
+    assert sorted(term.kind for term in leaves["embedding"]) == ["dot", "index"]
+    for n in range(layers):
+        query, key, value, out, up, down = (
+            leaves[f"layer{n}/{name}"] for name in ("query", "key", "value", "out", "up/weight", "down/weight")
+        )
+        assert all([term.kind for term in terms] == ["dot"] for terms in (query, key, value, out, up, down))
+        assert query[0].inputs == key[0].inputs == value[0].inputs
+        assert len({term[0].cotangents for term in (query, key, value)}) == 3
+        assert leaves[f"layer{n}/up/bias"][0].cotangents == up[0].cotangents
+        # What leaves a layer's two halves is added up: their cotangents differ, and nothing goes into both.
+        assert len({term[0].inputs for term in (query, out, up, down)}) == 4
