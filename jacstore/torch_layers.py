@@ -1,4 +1,4 @@
-"""In: a network in torch and an example. Out: its layers as they are called, and the terms of every parameter leaf.
+"""In: a network in torch and an example. Out: its layers as they are called, and the operands that they store.
 
 Hooks on Linear, Conv1d to Conv3d and Embedding keep what goes in and add a zero to what comes out: the cotangent of
 that zero is the layer's, whatever is done in place afterwards. A parameter that is used anywhere else than by its
@@ -17,9 +17,8 @@ import torch
 from torch import nn
 
 from jacstore.errors import Refused
-from jacstore.terms import Conv, Dense, Dot, Factored, Index, Leaf, Operand, Term
-from jacstore.torch_network import Network, path_of
-from jacstore.trace import CONV_GAIN, SMALLEST
+from jacstore.terms import Conv, Dot, Factored, Index, Operand
+from jacstore.torch_network import Network
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -201,7 +200,7 @@ def find_layers(network: Network, taps: Taps, example: Any) -> tuple[tuple[Layer
             cotangents=Operand(name=f"cotangents{len(layers)}", role="cotangents", shape=tuple(cotangents.shape)),
         )
         layers.append(layer)
-        for parameter, _ in _parameters(network, layer):
+        for parameter, _ in parameters_of(network, layer):
             outside[parameter] -= sum(call.node in reached for call in calls)
     return tuple(layers), outside
 
@@ -221,119 +220,10 @@ def _edges(outputs: torch.Tensor) -> tuple[dict[int, int], set[Any]]:
     return edges, reached
 
 
-def _parameters(network: Network, layer: Layer) -> Iterator[tuple[str, bool]]:
+def parameters_of(network: Network, layer: Layer) -> Iterator[tuple[str, bool]]:
     """Names of the selected parameters that are a layer's weight and bias."""
     names = {id(parameter): name for name, parameter in network.module.named_parameters()}
     for kind in ("weight", "bias"):
         name = names.get(id(getattr(layer.module, kind, None)))
         if name in network.selected:
             yield name, kind == "bias"
-
-
-# ---------------------------------------------------------------------------------------------------------------- terms
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cut:
-    """What is stored of a network, and what is computed for it.
-
-    Attributes
-    ----------
-    leaves, operands
-        What goes to the store.
-    rows
-        For each leaf stored as rows its terms, from which they are formed, or none: then `torch.func` gives them.
-    layers
-        Those whose operands are needed.
-    """
-
-    leaves: tuple[Leaf, ...]
-    operands: tuple[Operand, ...]
-    rows: dict[str, tuple[Factored, ...]]
-    layers: tuple[Layer, ...]
-
-    @property
-    def generic(self) -> tuple[str, ...]:
-        """Names of the parameters whose rows `torch.func` gives."""
-        return tuple(name for name, terms in self.rows.items() if not terms)
-
-
-def choose_terms(
-    network: Network, layers: Sequence[Layer], outside: Mapping[str, int], n_outputs: int, layout: str, wrong: set[str]
-) -> Cut:
-    """Terms of every leaf by the rules of `layout`; parameters in `wrong` are left to `torch.func`."""
-    uses: dict[str, list[tuple[Layer, bool]]] = {name: [] for name in network.selected}
-    for layer in layers:
-        for name, bias in _parameters(network, layer):
-            uses[name].append((layer, bias))
-    reasons = {name: _reason(uses[name], outside[name], name in wrong) for name in uses}
-    known = {name: [] if reasons[name] else made for name, made in uses.items()}
-    chosen: dict[str, bool] = {}
-    stored: set[str] = set()
-    for biases in (False, True):
-        for name, made in known.items():
-            if made and made[0][1] == biases:
-                chosen[name], reasons[name] = _pays(network.selected[name], made, n_outputs, layout, stored)
-                stored |= {layer.name for layer, _ in made if chosen[name] and not biases}
-    leaves: list[Leaf] = []
-    rows: dict[str, tuple[Factored, ...]] = {}
-    start = offset = 0
-    for name, value in network.selected.items():
-        factored = tuple(layer.term(bias) for layer, bias in known[name])
-        terms: tuple[Term, ...] = factored
-        if not chosen.get(name):
-            rows[name] = factored
-            terms = (Dense(start=start, size=value.numel()),)
-            start += value.numel()
-        leaves.append(
-            Leaf(
-                path=path_of(name),
-                shape=tuple(value.shape),
-                dtype=str(value.dtype).removeprefix("torch."),
-                offset=offset,
-                terms=terms,
-                why=reasons[name],
-            )
-        )
-        offset += value.numel()
-    named = {operand.name: operand for layer in layers for operand in (layer.inputs, layer.cotangents)}
-    kept = dict.fromkeys(name for leaf in leaves for name in leaf.operands)
-    needed = {layer.name for made in known.values() for layer, _ in made}
-    return Cut(
-        leaves=tuple(leaves),
-        operands=tuple(named[name] for name in kept),
-        rows=rows,
-        layers=tuple(layer for layer in layers if layer.name in needed),
-    )
-
-
-def _reason(uses: Sequence[tuple[Layer, bool]], outside: int, wrong: bool) -> str:
-    """Why a parameter has no terms, or nothing."""
-    if not uses:
-        return "not of a layer with factors"
-    if outside:
-        return "used outside its layer"
-    if wrong:
-        return "its layer's products are not its gradient"
-    terms = [layer.term(bias) for layer, bias in uses]
-    images = {layer.inputs.shape[1:] for layer, _ in uses if isinstance(layer.module, CONVOLUTIONS)}
-    shapes = {tuple({**vars(t), "inputs": None, "cotangents": None}.items()) for t in terms if isinstance(t, Conv)}
-    if len({bias for _, bias in uses}) > 1 or len(images) > 1 or len(shapes) > 1:
-        return "terms of unlike kinds"
-    return ""
-
-
-def _pays(
-    value: torch.Tensor, uses: Sequence[tuple[Layer, bool]], n_outputs: int, layout: str, stored: set[str]
-) -> tuple[bool, str]:
-    """Whether a leaf is stored by its factors, and why."""
-    if layout == "dense":
-        return False, "layout dense"
-    if uses[0][1]:
-        kept = all(layer.name in stored for layer, _ in uses)
-        return kept, "its layer's cotangents" if kept else "its layer is stored as rows"
-    numbers = sum(o.numbers(n_outputs) for layer, _ in uses for o in (layer.inputs, layer.cotangents))
-    size = n_outputs * value.numel()
-    gain = CONV_GAIN if isinstance(uses[0][0].module, CONVOLUTIONS) else 1
-    take = layout == "factored" or SMALLEST <= size > gain * numbers
-    return take, f"{numbers:,} numbers against {size:,}"

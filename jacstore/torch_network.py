@@ -89,6 +89,13 @@ class Network:
         return mapped(moved, examples)
 
 
+def host(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor as NumPy; types that NumPy lacks are widened to float32."""
+    tensor = tensor.detach()
+    narrow = tensor.is_floating_point() and tensor.element_size() < 4
+    return (tensor.float() if narrow else tensor).cpu().numpy()
+
+
 def path_of(name: str) -> str:
     """The path of a leaf from a parameter's name: "/" for "."."""
     return name.replace("%", "%25").replace("/", "%2F").replace(".", "/")

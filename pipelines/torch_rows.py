@@ -11,6 +11,7 @@ counts. Some rows of the store are compared with `jacrev` in float64.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shutil
 import sys
@@ -51,12 +52,12 @@ def network(name: str, examples: int, small: bool) -> tuple[nn.Module, torch.Ten
     if name == "mlp":
         widths = (784, 32, 10) if small else (784, 1024, 1024, 512, 10)
         layers: list[nn.Module] = []
-        for a, b in zip(widths, widths[1:], strict=False):
+        for a, b in itertools.pairwise(widths):
             layers += [nn.Linear(a, b), nn.ReLU()]
         return nn.Sequential(*layers[:-1]).eval(), torch.randn(examples, 784)
     channels = (3, 4, 8, 16) if small else (3, 32, 64, 128)
     layers = []
-    for a, b in zip(channels, channels[1:], strict=False):
+    for a, b in itertools.pairwise(channels):
         layers += [nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(inplace=True), nn.MaxPool2d(2)]
     layers += [nn.Flatten(), nn.Linear(channels[-1] * 16, 256), nn.ReLU(), nn.Linear(256, 10)]
     module = nn.Sequential(*layers).eval()
@@ -139,9 +140,8 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
 
 def show(table: list[dict[str, Any]]) -> None:
     """The table for people."""
-    print(
-        f"{'net':5} {'P':>10} {'stored':>10} {'as rows':>10} {'less':>6} {'ex/s':>8} {'jacrev':>8} {'faster':>7} {'error':>8}"
-    )
+    head = f"{'net':5} {'P':>10} {'stored':>10} {'as rows':>10} {'less':>6}"
+    print(f"{head} {'ex/s':>8} {'jacrev':>8} {'faster':>7} {'error':>8}")
     for row in table:
         less = row["bytes_dense"] / row["bytes_stored"]
         faster = row["examples_per_second"] / row["jacrev_per_second"]

@@ -62,6 +62,7 @@ FLOORS = {
         "torch_layers",
         "panels",
         "streams",
+        "torch_terms",
     ),
     4: (
         "jacobian",
@@ -84,6 +85,7 @@ FLOORS = {
         "dynamics",
         "norms",
         "products",
+        "torch_pass",
     ),
     5: (
         "builder",
@@ -141,6 +143,8 @@ NEIGHBOURS = {
     "item": {"norms"},
     "target_checks": {"store_checks"},
     "verification": {"kernel_checks", "store_checks", "target_checks"},
+    "torch_terms": {"torch_layers", "torch_network", "trace"},
+    "torch_pass": {"jacobian"},
 }
 
 # (importer, imported) where an import inside a function chooses an optional engine.

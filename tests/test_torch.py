@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even k
 
 @pytest.fixture(autouse=True)
 def _small_leaves_count(monkeypatch):
-    monkeypatch.setattr("jacstore.torch_layers.SMALLEST", 0)
+    monkeypatch.setattr("jacstore.torch_terms.SMALLEST", 0)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,267 @@
+"""In: a network in torch and its first examples. Out: the pass that turns batches of examples into rows and factors.
+
+The VJP of one example is mapped over outputs and over examples by `torch.func`; nothing couples examples then, and
+layers need not know where the batch axis is. Before that, plain autograd says which layers there are, and what the
+gradients of the first examples have to be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from jacstore.contraction import squared_norms
+from jacstore.errors import ProbeFailed, Refused
+from jacstore.inputs import Arrays, Dataset
+from jacstore.jacobian import LARGEST_BATCH, BatchRows
+from jacstore.terms import expand
+from jacstore.torch_layers import Taps, find_layers
+from jacstore.torch_network import Network, calling, host, leaves_of, mapped, probe
+from jacstore.torch_terms import choose_terms, form_rows
+
+# Rows, factors and activations of a batch, whatever the memory: a resumed build then cuts units into the same batches.
+BATCH_BYTES = {"cpu": 64_000_000}
+BATCH_BYTES_ELSEWHERE = 1_000_000_000
+EXAMPLES_COMPARED = 2
+
+Tensors = dict[str, torch.Tensor]
+
+
+class TorchPass:
+    """Batches of examples in, rows, factors, norms and outputs out.
+
+    Attributes
+    ----------
+    cut
+        The terms of every leaf, chosen by `layout`, each checked against autograd at the first examples.
+    mapped
+        Whether examples are mapped over by `torch.func.vmap`.
+    batch_size, output_batch
+        Examples a batch, outputs a slice.
+    """
+
+    def __init__(
+        self, network: Network, source: Arrays | Dataset, layout: str, budget: int, batch_size: int | None
+    ) -> None:
+        self.network, self._taps, self.mapped = network, Taps(network), True
+        first = source.read(0, min(EXAMPLES_COMPARED, source.n_examples))
+        example = mapped(lambda leaf: leaf[0], first)
+        self.n_outputs = probe(network, example)
+        with calling(example):
+            truth = _Plain(network, self._taps, network.tensors(first), self.n_outputs)
+        wrong: set[str] = set()
+        while True:
+            self.cut = choose_terms(network, truth.layers, truth.outside, self.n_outputs, layout, wrong)
+            with calling(example):
+                _, held, generic = self._first_values(network.tensors(first), truth.cotangent[None])
+            differing = self._differing(held, generic, truth)
+            if not differing:
+                break
+            if differing & set(self.cut.generic):
+                raise ProbeFailed(
+                    f"parameter {min(differing)!r} has other gradients by torch.func than by autograd; do not detach "
+                    "it or change it in place in module="
+                )
+            wrong |= differing
+        self._size(truth, budget, batch_size, source.n_examples)
+
+    def _first_values(self, examples: Any, cotangents: torch.Tensor) -> Any:
+        """Values of the first examples, mapped over them if that can be."""
+        try:
+            return self._values(examples, cotangents)
+        except Refused:
+            raise
+        except Exception:
+            # Some layers have no rule for vmap, or look at values: then examples are taken one at a time.
+            self.mapped = False
+            return self._values(examples, cotangents)
+
+    def _differing(self, held: Tensors, generic: Tensors, truth: _Plain) -> set[str]:
+        """Parameters whose rows, weighted by a random cotangent, are not what plain autograd gives."""
+        found: set[str] = set()
+        if not np.isfinite(truth.norm):
+            return found  # the build reports such examples
+        tolerance = torch.finfo(self.network.dtype).eps ** 0.5
+        for (name, wanted), leaf in zip(truth.gradients.items(), self.cut.leaves, strict=True):
+            if leaf.dense:
+                rows = self._rows(name, held, generic)
+            else:
+                # As a reader of the store will form them.
+                rows = expand(leaf.terms, {name: host(held[name]) for name in leaf.operands}, leaf.size)
+            difference = np.linalg.norm(rows[:, 0].astype(np.float64) - wanted)
+            # A gradient that is nothing but rounding is no smaller than a share of the whole.
+            if not difference <= tolerance * (np.linalg.norm(wanted) + tolerance * truth.norm):
+                found.add(name)
+        return found
+
+    def _size(self, truth: _Plain, budget: int, batch_size: int | None, n_examples: int) -> None:
+        cut, itemsize = self.cut, self.network.dtype.itemsize
+        numbers = sum(leaf.size for leaf in cut.leaves if leaf.dense)
+        numbers += sum(layer.cotangents.numbers(1) for layer in cut.layers)
+        once = truth.saved_bytes + itemsize * sum(layer.inputs.numbers(1) for layer in cut.layers)
+        each = 2 * itemsize * numbers + truth.largest_saved
+        self.output_batch = max(1, min(self.n_outputs, (budget // 8 - once) // each))
+        needed = once + self.output_batch * each
+        wanted = BATCH_BYTES.get(self.network.device.type, BATCH_BYTES_ELSEWHERE)
+        fits = max(1, min(min(budget // 8, wanted) // needed, LARGEST_BATCH))
+        self.batch_size = min(batch_size or fits, n_examples)
+        self.bytes_needed = needed * (self.batch_size if self.mapped else 1)
+
+    def outputs(self, examples: Any) -> torch.Tensor:
+        """Outputs `(K,)` of the first of some examples, without hooks."""
+        with torch.no_grad():
+            return self.network({}, mapped(lambda leaf: leaf[0], self.network.tensors(examples)))
+
+    def run(self, examples: Any) -> Iterator[BatchRows]:
+        """Rows of a batch, a slice of outputs at a time."""
+        given = self.network.tensors(examples)
+        unit = torch.eye(self.n_outputs, dtype=self.network.dtype, device=self.network.device)
+        for first in range(0, self.n_outputs, self.output_batch):
+            outputs, held, generic = self._values(given, unit[first : first + self.output_batch])
+            factors = {operand.name: host(held[operand.name]) for operand in self.cut.operands}
+            rows, norms = [], []
+            for leaf, name in zip(self.cut.leaves, self.network.selected, strict=True):
+                if leaf.dense is None:
+                    norms.append(squared_norms(leaf, factors).sum(-1, dtype=np.float64))
+                    continue
+                rows.append(self._rows(name, held, generic))
+                norms.append(np.square(rows[-1], dtype=np.float64).sum(-1))
+            yield BatchRows(
+                first_output=first,
+                last=first + self.output_batch >= self.n_outputs,
+                rows=rows,
+                factors=factors,
+                norms=np.stack(norms, -1),
+                outputs=host(outputs),
+            )
+
+    def _rows(self, name: str, held: Tensors, generic: Tensors) -> np.ndarray:
+        """Rows `(n, k, size)` of a leaf that is stored by them."""
+        terms = self.cut.rows[name]
+        return host(form_rows(terms, held) if terms else generic[name])
+
+    def _values(self, examples: Any, cotangents: torch.Tensor) -> tuple[torch.Tensor, Tensors, Tensors]:
+        """Outputs `(n, K)`, operands `(n, ...)` and `(n, k, ...)`, and rows `(n, k, size)` of the generic leaves."""
+        values = self._mapped_values if self.mapped else self._values_in_turn
+        outputs, inputs, back, rows = values(examples, cotangents)
+        return outputs, {**inputs, **back}, rows
+
+    def _mapped_values(self, examples: Any, cotangents: torch.Tensor) -> Any:
+        def one(example: Any, cotangents: torch.Tensor) -> Any:
+            generic = {name: self.network.selected[name] for name in self.cut.generic}
+            made: Any = torch.func.vjp(
+                lambda zeros, leaves: self._forward(zeros, leaves, example), self._zeros(), generic, has_aux=True
+            )
+            outputs, pull, inputs = made
+
+            def back(cotangent: torch.Tensor) -> Any:
+                return self._operands(*pull(cotangent))
+
+            pulled, rows = torch.func.vmap(back)(cotangents)
+            return outputs, inputs, pulled, rows
+
+        with torch.no_grad():
+            return torch.func.vmap(one, in_dims=(0, None))(examples, cotangents)
+
+    def _values_in_turn(self, examples: Any, cotangents: torch.Tensor) -> Any:
+        """The same, one example and one cotangent after another, by plain autograd."""
+        found = []
+        for n in range(len(leaves_of(examples)[0])):
+            example = mapped(lambda leaf, n=n: leaf[n], examples)
+            zeros = {name: [z.requires_grad_() for z in given] for name, given in self._zeros().items()}
+            generic = {name: self.network.selected[name].detach().requires_grad_() for name in self.cut.generic}
+            outputs, inputs = self._forward(zeros, generic, example)
+            moving = [*(z for given in zeros.values() for z in given), *generic.values()]
+            back = []
+            for cotangent in cotangents:
+                pulled = iter(_gradients(outputs, moving, cotangent))
+                back.append(
+                    self._operands(
+                        {name: [next(pulled) for _ in given] for name, given in zeros.items()},
+                        {name: next(pulled) for name in generic},
+                    )
+                )
+            found.append((outputs, inputs, *_stacked(back)))
+        return _stacked(found)
+
+    def _zeros(self) -> dict[str, list[torch.Tensor]]:
+        return {layer.name: [z.detach() for z in layer.outputs] for layer in self.cut.layers}
+
+    def _forward(self, zeros: Any, generic: Any, example: Any) -> tuple[torch.Tensor, Tensors]:
+        """Outputs `(K,)` of one example, and what went into its layers."""
+        with self._taps.running(zeros):
+            outputs = self.network(generic, example)
+        given = {layer.name: [call.given for call in self._taps.calls[layer.name]] for layer in self.cut.layers}
+        # Several layers may share what went in: it is formed once.
+        by_operand = {layer.inputs.name: layer for layer in self.cut.layers}
+        return outputs, {name: layer.as_inputs(given[layer.name]) for name, layer in by_operand.items()}
+
+    def _operands(self, zeros: Any, generic: Any) -> tuple[Tensors, Tensors]:
+        """Cotangents of one output in the form of operands, and flat rows."""
+        back = {layer.cotangents.name: layer.as_cotangents(zeros[layer.name]) for layer in self.cut.layers}
+        return back, {name: row.reshape(-1) for name, row in generic.items()}
+
+
+class _Plain:
+    """What autograd itself gives at the first examples: layers, uses of parameters, gradients, memory.
+
+    Attributes
+    ----------
+    layers, outside
+        From `find_layers`.
+    cotangent, gradients, norm
+        A random cotangent `(K,)`, the gradients `(n, size)` by name that it gives, and the norm of all.
+    saved_bytes, largest_saved
+        What autograd keeps of one example for the backward pass.
+    """
+
+    def __init__(self, network: Network, taps: Taps, examples: Any, n_outputs: int) -> None:
+        network.selected = {name: value.detach().requires_grad_() for name, value in network.selected.items()}
+        self.layers, self.outside = find_layers(network, taps, mapped(lambda leaf: leaf[0], examples))
+        draw = torch.Generator().manual_seed(0)
+        self.cotangent = torch.randn(n_outputs, generator=draw).to(network.device, network.dtype)
+        parameters = {value.untyped_storage().data_ptr() for value in {**network.selected, **network.rest}.values()}
+        sizes: list[int] = [0]
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.untyped_storage().data_ptr() not in parameters:
+                sizes.append(tensor.nbytes)
+            return tensor
+
+        found = []
+        for n in range(len(leaves_of(examples)[0])):
+            sizes[:] = [0]
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                outputs = network({}, mapped(lambda leaf, n=n: leaf[n], examples))
+            found.append(_gradients(outputs, list(network.selected.values()), self.cotangent))
+        self.saved_bytes, self.largest_saved = sum(sizes), max(sizes)
+        self.gradients = {
+            name: np.stack([host(gradients[i]).reshape(-1) for gradients in found]).astype(np.float64)
+            for i, name in enumerate(network.selected)
+        }
+        self.norm = float(np.sqrt(sum(np.vdot(g, g) for g in self.gradients.values())))
+        network.selected = {name: value.detach() for name, value in network.selected.items()}
+        taps.calls = {}
+
+
+def _gradients(outputs: torch.Tensor, moving: list[torch.Tensor], cotangent: torch.Tensor) -> list[torch.Tensor]:
+    """VJP of outputs with zeros for what they do not depend on; the graph is kept."""
+    if not outputs.requires_grad or not moving:
+        return [torch.zeros_like(value) for value in moving]
+    found = torch.autograd.grad(outputs, moving, cotangent.to(outputs.dtype), retain_graph=True, allow_unused=True)
+    return [
+        torch.zeros_like(value) if g is None else g.to_dense() if g.is_sparse else g
+        for g, value in zip(found, moving, strict=True)
+    ]
+
+
+def _stacked(found: list[Any]) -> Any:
+    """Equal trees of tensors as one tree of tensors with a new first axis."""
+    if isinstance(found[0], dict):
+        return {key: _stacked([one[key] for one in found]) for key in found[0]}
+    if isinstance(found[0], tuple):
+        return tuple(_stacked(list(parts)) for parts in zip(*found, strict=True))
+    return torch.stack([one.detach() for one in found])
