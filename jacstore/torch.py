@@ -108,7 +108,7 @@ def build(
             listener=listener,
             stop=stop,
         )
-        _refuse_small_memory(writer, budget)
+        _refuse_small_memory(writer, passes, budget)
         with writer:
             reused = len(writer.units) - len(writer.missing)
             listener(Started(what="units", total=len(writer.units), done=reused))
@@ -212,12 +212,15 @@ def _run(
     return times
 
 
-def _refuse_small_memory(writer: StoreWriter, budget: int) -> None:
-    unit = writer.store.bytes_decoded // writer.store.n_examples * writer.store.unit_size
-    if writer.missing and 2 * unit > budget - writer.files.bytes_held:
+def _refuse_small_memory(writer: StoreWriter, passes: TorchPass, budget: int) -> None:
+    store = writer.store
+    units = 2 * (store.bytes_decoded // store.n_examples * store.unit_size)
+    on_host = passes.bytes_needed if passes.network.device.type == "cpu" else 0
+    if writer.missing and units + on_host > budget - writer.files.bytes_held:
         raise Refused(
-            f"memory={budget:,}: two units of {writer.store.unit_size} example(s) take {format_size(2 * unit)}; give "
-            "more memory (memory=) or a smaller unit_size="
+            f"memory={budget:,}: two units of {store.unit_size} example(s) take {format_size(units)} and a batch of "
+            f"{passes.batch_size} about {format_size(on_host)}; give more memory (memory=), a smaller batch_size= or "
+            "unit_size="
         )
 
 

@@ -41,6 +41,8 @@ class TorchPass:
         Whether examples are mapped over by `torch.func.vmap`.
     batch_size, output_batch
         Examples a batch, outputs a slice.
+    bytes_needed
+        What a batch is expected to take, from what autograd keeps of one example.
     """
 
     def __init__(
@@ -158,7 +160,7 @@ class TorchPass:
             outputs, pull, inputs = made
 
             def back(cotangent: torch.Tensor) -> Any:
-                return self._operands(*pull(cotangent))
+                return self._operands(*pull(cotangent.to(outputs.dtype)))
 
             pulled, rows = torch.func.vmap(back)(cotangents)
             return outputs, inputs, pulled, rows
