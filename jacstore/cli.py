@@ -334,6 +334,73 @@ def verify(
     _run(work, _text_verify, {"as_json": as_json, "debug": debug, "quiet": quiet}, judge=_first_failure)
 
 
+@main.command()
+@click.argument("kernel")
+@click.argument("cross")
+@click.option("--labels", required=True, metavar="FILE", help="A .npy file of integer classes (N,) or targets (N, K).")
+@click.option(
+    "--alpha", required=True, metavar="A[,A...]", help="Added to the diagonal; of several the best by leave-one-out."
+)
+@click.option("--out", required=True, metavar="FILE", help="The .npy file of predictions to write.")
+@click.option(
+    "--from-network", is_flag=True, help="Fit what the stored outputs leave of the targets, and add outputs again."
+)
+@click.option("--memory", metavar="SIZE", help="Memory to use, such as 8GB. [default: half of what is available]")
+@_common
+def predict(
+    kernel: str, cross: str, labels: str, out: str, as_json: bool, debug: bool, quiet: bool, **options: Any
+) -> None:
+    """Kernel ridge regression: fit labels on KERNEL, predict at other examples.
+
+    KERNEL is that of a store of mode full or trace, CROSS the one between other examples and these, made by
+    "jacstore gram OTHER STORE --out CROSS". Predictions of classes are a score for each class.
+    """
+
+    def work(lines: _Lines, stop: _Stop) -> dict[str, Any]:
+        from jacstore import prediction
+
+        return _with_warnings(lambda: prediction.predict(kernel, cross, labels, out, **options))
+
+    _run(work, _text_predict, {"as_json": as_json, "debug": debug, "quiet": quiet})
+
+
+@main.command()
+@click.argument("kernel")
+@click.option("--top", type=int, default=10, show_default=True, metavar="N", help="Eigenvalues to print.")
+@click.option(
+    "--alpha",
+    metavar="A[,A...]",
+    help="Where to take the effective dimension. [default: 1e-2, 1e-4, 1e-6 of the largest eigenvalue]",
+)
+@click.option("--memory", metavar="SIZE", help="Memory to use, such as 8GB. [default: half of what is available]")
+@_common
+def spectrum(
+    kernel: str, top: int, alpha: str | None, memory: str | None, as_json: bool, debug: bool, quiet: bool
+) -> None:
+    """Eigenvalues of KERNEL, of mode full or trace, and its effective dimension, the sum of lam / (lam + alpha)."""
+
+    def work(lines: _Lines, stop: _Stop) -> dict[str, Any]:
+        from jacstore.factoring import describe_spectrum
+        from jacstore.prediction import parse_alphas
+
+        alphas = None if alpha is None else parse_alphas(alpha)
+        return _with_warnings(lambda: describe_spectrum(kernel, top, alphas, memory))
+
+    _run(work, _text_spectrum, {"as_json": as_json, "debug": debug, "quiet": quiet})
+
+
+def _with_warnings(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Do it; what it warns of is a line each on stderr."""
+    import warnings
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        report = work()
+    for warning in caught:
+        click.echo(f"jacstore: warning: {warning.message}", err=True)
+    return report
+
+
 def _size(number: float) -> str:
     from jacstore.machine import format_size
 
@@ -477,5 +544,29 @@ def _text_info(r: dict[str, Any]) -> str:
             f"{'complete' if r['complete'] else 'incomplete'}: {r['tiles_done']} of {r['tiles_total']} tiles",
             _error_line(r["numerics"]) + (", exact norms on the diagonal" if r["exact_diagonal"] else ""),
             f"from {', '.join(r['stores'])}",
+        ]
+    )
+
+
+def _text_predict(r: dict[str, Any]) -> str:
+    chosen = f" (best of {len(r['alphas'])} by leave-one-out)" if len(r["alphas"]) > 1 else ""
+    accuracy = "" if r["loo_accuracy"] is None else f", accuracy {r['loo_accuracy']:.1%}"
+    return (
+        f"{r['predictions']}: {r['predicted']:,} x {r['columns']} predictions from {r['examples']:,} examples, "
+        f"alpha {r['alpha']:.4g}{chosen}\n"
+        f"leave-one-out: mean squared error {r['loo_error']:.4g}{accuracy}"
+    )
+
+
+def _text_spectrum(r: dict[str, Any]) -> str:
+    return "\n".join(
+        [
+            f"{r['kernel']}: {r['rows']:,} rows, trace {r['trace']:.6g}",
+            *(f"eigenvalue {n:>5}  {value:.6g}" for n, value in enumerate(r["eigenvalues"], start=1)),
+            f"smallest          {r['smallest']:.6g}",
+            *(
+                f"effective dimension {one['dimension']:.6g} at alpha {one['alpha']:.4g}"
+                for one in r["effective_dimension"]
+            ),
         ]
     )

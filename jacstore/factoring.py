@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from jacstore.factor_files import kept_for
 from jacstore.factorization import Cholesky, Eigen, Factorization, bytes_needed, cholesky, refuse_32_bit
 
 METHODS = ("cholesky", "eigh")
+# Alphas of an effective dimension that nobody asked for, in units of the largest eigenvalue.
+SHARES = (1e-2, 1e-4, 1e-6)
 
 
 def checked_alphas(alpha: Any, method: str) -> np.ndarray:
@@ -83,3 +86,24 @@ def spectrum(kernel: Any, *, memory: int | str | None = None) -> np.ndarray:
     require_memory(bytes_needed("eigvalsh", rows), memory, f"all eigenvalues of {rows:,} rows", "leave rows out")
     refuse_32_bit(rows)
     return np.linalg.eigvalsh(gram.load())[::-1]
+
+
+def describe_spectrum(
+    kernel: str, top: int, alphas: Sequence[float] | None, memory: int | str | None
+) -> dict[str, Any]:
+    """Leading eigenvalues of a kernel on disk, and its effective dimension at some alphas."""
+    if top < 1:
+        raise Refused(f"--top {top}: must be an integer of at least 1 (top=)")
+    values = spectrum(kernel, memory=memory)
+    clipped = np.maximum(values, 0)
+    taken = [float(values[0]) * share for share in SHARES] if alphas is None else checked_alphas(alphas, "eigh")
+    return {
+        "kernel": kernel,
+        "rows": len(values),
+        "eigenvalues": values[:top].tolist(),
+        "smallest": float(values[-1]),
+        "trace": float(values.sum()),
+        "effective_dimension": [
+            {"alpha": float(alpha), "dimension": float((clipped / (clipped + alpha)).sum())} for alpha in taken
+        ],
+    }

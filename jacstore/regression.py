@@ -89,6 +89,7 @@ class KernelRidge:
         target = np.asarray(y, np.float64)
         residual = target - offset_like(f0, target.shape, "f0")
         self._offset = f0 is not None
+        self.factor_: Any  # a KernelFactor, None for cg
         if self.method == "cg":
             self.gram_, self.factor_, self.alpha_ = Gram(kernel, self.outputs), None, self.alpha
             options = {"alpha": self.alpha, "tolerance": self.tolerance, "outputs": self.outputs}
@@ -128,11 +129,3 @@ class KernelRidge:
         target = np.asarray(y, np.float64)
         missed = np.square(target - self.predict(kernel, f0)).sum(0)
         return float(np.mean(1 - missed / np.square(target - target.mean(0)).sum(0)))
-
-
-def class_targets(labels: np.ndarray, classes: int) -> np.ndarray:
-    """Targets `(N, C)` of integer labels `(N,)`: one-hot, less their mean over classes, since a kernel has no bias."""
-    if labels.ndim != 1 or labels.min(initial=0) < 0 or labels.max(initial=0) >= classes:
-        found = f"{labels.shape}, from {labels.min(initial=0)} to {labels.max(initial=0)}"
-        raise Refused(f"labels of shape {found}; allowed are (N,), from 0 to {classes - 1}")
-    return np.eye(classes)[labels] - 1 / classes

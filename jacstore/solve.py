@@ -133,7 +133,7 @@ class KernelFactor:
         """The same eigendecomposition with another alpha or other alphas; method eigh only."""
         eigen = self._eigen()
         other = object.__new__(KernelFactor)
-        other.gram, other.error, other.reused = self.gram, self.error, True
+        other.gram, other.error, other.reused = self.gram, self.error, self.reused
         other._factor = Eigen(eigen.values, eigen.vectors, checked_alphas(alpha, "eigh"))
         other._scalar = np.ndim(alpha) == 0
         other._warn()

@@ -30,6 +30,8 @@ FLAGS = {
     "gram": STARTING
     | {"--mode", "--precision", "--engine", "--tile", "--by-leaf", "--triangle", "--scheduler", "--workers"},
     "info": SHARED,
+    "predict": SHARED | {"--labels", "--alpha", "--out", "--from-network", "--memory"},
+    "spectrum": SHARED | {"--top", "--alpha", "--memory"},
 }
 ALL_KEYS = {
     "build": "store, examples, outputs, parameters, leaves, units_total, units_computed, units_reused, bytes_stored, "
@@ -202,6 +204,79 @@ def test_the_line_that_completes_a_kernel_can_be_run_as_it_is(finished, tmp_path
         _ = jacstore.open(tmp_path / "run.ntk").array
     store = re.search(r"jacstore gram (\S+) --out", str(caught.value))[1]
     assert Path(store).exists()
+
+
+# --- predictions and spectra ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kernels(finished, tmp_path):
+    """The kernel of ten examples, that between four others and these, and labels."""
+    build(mlp(4, seed=3, params=mlp(10).params), tmp_path / "other.jac")
+    done("gram", finished, "--out", tmp_path / "run.ntk")
+    done("gram", tmp_path / "other.jac", finished, "--out", tmp_path / "cross.ntk")
+    np.save(tmp_path / "labels.npy", np.arange(10) % 3)
+    return tmp_path / "run.ntk", tmp_path / "cross.ntk", "--labels", tmp_path / "labels.npy"
+
+
+def test_predictions_are_those_of_python_and_say_how_the_left_out_fare(kernels, finished, tmp_path):
+    out = tmp_path / "predicted.npy"
+    text = done("predict", *kernels, "--alpha", 0.1, "--out", out)
+    y = np.eye(3)[np.arange(10) % 3] - 1 / 3
+    model = jacstore.KernelRidge(0.1).fit(kernels[0], y)
+    assert np.array_equal(np.load(out), model.predict(kernels[1]))
+    left_out = model.factor_.loo(y).mean
+    accuracy = np.mean(left_out.argmax(1) == np.arange(10) % 3)
+    assert text == (
+        f"{out}: 4 x 3 predictions from 10 examples, alpha 0.1\n"
+        f"leave-one-out: mean squared error {np.mean((y - left_out) ** 2):.4g}, accuracy {accuracy:.1%}\n"
+    )
+    report = one_object("predict", *kernels, "--alpha", "0.01,0.1,1", "--out", out, "--from-network")
+    assert report["alpha"] in report["alphas"] == [0.01, 0.1, 1.0] and report["factor_reused"] is False
+    f0, f0_cross = (jacstore.open(path).outputs for path in (finished, tmp_path / "other.jac"))
+    model = jacstore.KernelRidge(report["alpha"], method="eigh").fit(kernels[0], y, f0)
+    assert row_error(np.load(out)[None], model.predict(kernels[1], f0_cross)[None]) < 1e-12
+    np.save(tmp_path / "targets.npy", y)
+    report = one_object(
+        "predict", *kernels[:3], tmp_path / "targets.npy", "--alpha", 0.1, "--out", out, "--memory", "1GB"
+    )
+    assert report["factor_reused"] is True and report["loo_accuracy"] is None
+    assert sorted(p.name for p in tmp_path.iterdir() if "predicted" in p.name) == ["predicted.npy"]
+
+
+def test_what_cannot_be_predicted_is_one_line(kernels, finished, tmp_path):
+    alpha, out = ("--alpha", 0.1), ("--out", tmp_path / "predicted.npy")
+    assert "ends in .npy" in failed("predict", *kernels, *alpha, "--out", tmp_path / "predicted.txt")
+    assert "--alpha often" in failed("predict", *kernels, "--alpha", "often", *out)
+    assert "--alpha 0.0" in failed("predict", *kernels, "--alpha", "0", *out)
+    assert "not a readable .npy file" in failed("predict", *kernels[:3], tmp_path / "none.npy", *alpha, *out)
+    for labels, named in ((np.arange(10), "allowed are 0 to 2"), (np.zeros((9, 3)), "y has shape (9, 3)")):
+        np.save(tmp_path / "wrong.npy", labels)
+        assert named in failed("predict", *kernels[:3], tmp_path / "wrong.npy", *alpha, *out)
+    assert "rectangular" in failed("predict", kernels[1], kernels[1], *kernels[2:], *alpha, *out)
+    assert "is a store, not a kernel" in failed("predict", finished, *kernels[1:], *alpha, *out)
+    assert "cannot be written" in failed("predict", *kernels, *alpha, "--out", tmp_path / "no" / "p.npy")
+    assert not (tmp_path / "predicted.npy").exists()
+    result = invoke("predict", *kernels, "--alpha", "1e-9", *out)
+    assert result.exit_code == 0 and result.stderr.startswith(
+        "jacstore: warning: alpha 1e-09 is below the kernel's error"
+    )
+    assert result.stderr.count("\n") == 1
+
+
+def test_the_spectrum_of_a_kernel_is_printed(kernels):
+    values = np.linalg.eigvalsh(jacstore.open(kernels[0]).array.compute(scheduler="synchronous"))[::-1]
+    text = done("spectrum", kernels[0], "--top", 2)
+    assert f"{kernels[0]}: 30 rows, trace {values.sum():.6g}\n" in text
+    assert f"eigenvalue     1  {values[0]:.6g}\neigenvalue     2  {values[1]:.6g}\nsmallest " in text
+    assert text.count("effective dimension") == 3
+    report = one_object("spectrum", kernels[0], "--alpha", "0.5,2")
+    assert len(report["eigenvalues"]) == 10 and [one["alpha"] for one in report["effective_dimension"]] == [0.5, 2.0]
+    found = report["effective_dimension"][1]["dimension"]
+    assert abs(found - np.sum(values / (values + 2))) < 1e-9 * found
+    assert "--top 0" in failed("spectrum", kernels[0], "--top", 0)
+    assert "rectangular" in failed("spectrum", kernels[1])
+    assert "memory" in failed("spectrum", kernels[0], "--memory", "1kB")
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------

@@ -86,6 +86,7 @@ FLOORS = {
         "norms",
         "products",
         "torch_pass",
+        "prediction",
     ),
     5: (
         "builder",
@@ -145,6 +146,7 @@ NEIGHBOURS = {
     "verification": {"kernel_checks", "store_checks", "target_checks"},
     "torch_terms": {"torch_layers", "torch_network", "trace"},
     "torch_pass": {"jacobian"},
+    "prediction": {"regression"},
 }
 
 # (importer, imported) where an import inside a function chooses an optional engine.
@@ -182,6 +184,7 @@ WITHOUT_JAX = (
     "panels",
     "pieces",
     "plan",
+    "prediction",
     "products",
     "regression",
     "rounding",
