@@ -1,7 +1,6 @@
 """What went wrong for others doing this job: one or more claims about each row of the list of cases.
 
-The workers of row 14 are in `test_scheduler.py`. What rows 20 and 21 ask of `verify`, and row 16 of factors, comes with
-those parts.
+The workers of row 14 are in `test_scheduler.py`.
 """
 
 from __future__ import annotations
@@ -532,6 +531,31 @@ def test_case_20_a_deleted_or_changed_tile_is_reported(finished, tmp_path):
         assert "tile (1, 2)" in refusal(
             jacstore.open(kernel.path).array.compute, scheduler="synchronous", error=Damaged
         )
+
+
+def test_case_20_verify_names_unit_and_leaf_of_a_deleted_chunk(store_path):
+    (store_path / "rows/c/3/0/0").unlink()
+    result = invoke("verify", store_path)
+    assert result.exit_code == 3 and result.stderr.count("\n") == 1
+    for named in ("unit 3 (examples 6 to 7)", "layer0/b to layer1/w", "rows/c/3/0/0 is missing", "build"):
+        assert named in result.stderr
+    assert build(mlp(10), store_path, codec="none").report["units_computed"] == 1
+    assert invoke("verify", store_path).exit_code == 0
+
+
+def test_case_21_verify_names_unit_and_leaf_of_a_flipped_byte_and_the_tile_of_a_kernel(store_path, tmp_path):
+    gram(store_path, out=tmp_path / "run.ntk", tile=4)
+    # In the middle of the file is the third of five pieces.
+    flip(store_path / "rows/c/1/0/0")
+    flip(tmp_path / "run.ntk" / "kernel/c/1/2")
+    result = invoke("verify", store_path)
+    assert result.exit_code == 3 and "unit 1 (examples 2 to 3), leaf layer0/w: rows/c/1/0/0: bytes" in result.stderr
+    result = invoke("verify", tmp_path / "run.ntk", "--json")
+    assert result.exit_code == 3 and json.loads(result.stdout)["to_recompute"] == ["tile (1, 2)"]
+    # Only verify found it, and that is enough.
+    assert build(mlp(10), store_path, codec="none").report["units_computed"] == 1
+    assert gram(store_path, out=tmp_path / "run.ntk", tile=4).report["tiles_computed"] == 1
+    assert invoke("verify", tmp_path / "run.ntk").exit_code == 0
 
 
 @pytest.mark.parametrize("codec", ["none", "lz4", "zstd"])

@@ -21,17 +21,19 @@ import jacstore.cli
 from jacstore import StoreWriter, build
 from jacstore.testing import TOLERANCE, mlp, row_error
 
-# Flags and keys of the contract. `verify` comes later.
+# Flags and keys of the contract.
 SHARED = {"--json", "--debug", "--quiet"}
 STARTING = SHARED | {"--overwrite", "--dry-run", "--out", "--memory", "--device-memory", "--dtype", "--part"}
 FLAGS = {
     "build": STARTING
     | {"--layout", "--batch-size", "--output-batch", "--unit-size", "--codec", "--examples", "--allow-nonfinite"},
     "gram": STARTING
-    | {"--mode", "--precision", "--engine", "--tile", "--by-leaf", "--triangle", "--scheduler", "--workers"},
+    | {"--mode", "--precision", "--engine", "--tile", "--by-leaf", "--triangle", "--scheduler", "--workers"}
+    | {"--exact-diagonal"},
     "info": SHARED,
     "predict": SHARED | {"--labels", "--alpha", "--out", "--from-network", "--memory"},
     "spectrum": SHARED | {"--top", "--alpha", "--memory"},
+    "verify": SHARED | {"--target", "--store", "--samples", "--full"},
 }
 ALL_KEYS = {
     "build": "store, examples, outputs, parameters, leaves, units_total, units_computed, units_reused, bytes_stored, "

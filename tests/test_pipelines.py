@@ -18,6 +18,7 @@ import device_check
 import headline
 import issue30
 import jacstore
+import precision
 import transformer
 from jacstore.errors import Damaged
 from jacstore.problem import prepare
@@ -267,3 +268,15 @@ def test_the_transformers_kernel_is_exact_and_its_table_is_looked_up_and_multipl
         assert leaves[f"layer{n}/up/bias"][0].cotangents == up[0].cotangents
         # What leaves a layer's two halves is added up: their cotangents differ, and nothing goes into both.
         assert len({term[0].inputs for term in (query, out, up, down)}) == 4
+
+
+def test_expected_errors_of_each_stored_type_hold_and_are_not_far_too_large(tmp_path):
+    rng = np.random.default_rng(0)
+    digits = rng.integers(0, 256, size=(40, 28, 28)) * (rng.random((40, 28, 28)) < 0.2)
+    arrays = {f"x_{part}": digits.astype(np.uint8) for part in ("train", "test")}
+    labels = {f"y_{part}": rng.integers(0, 10, size=40, dtype=np.uint8) for part in ("train", "test")}
+    np.savez(tmp_path / "data.npz", **arrays, **labels)
+    words = ["--data", str(tmp_path / "data.npz"), "--examples", "12", "--nets", "mlp", "--memory", "1GB"]
+    rows = precision.main(words)
+    assert len(rows) == len(precision.ROWS)
+    assert all(1 <= row["ratio"] <= 30 and row["expected"] <= row["worst"] for row in rows), rows

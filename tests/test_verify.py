@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -531,3 +532,15 @@ def test_the_command_prints_a_table_names_the_first_failure_and_exits_with_3(tmp
     assert "running the same build again recomputes unit 3" in broken.stdout
     found = invoke("verify", out, "--json")
     assert found.exit_code == 3 and json.loads(found.stdout)["to_recompute"] == ["unit 3"]
+
+
+def test_every_promise_of_the_readme_names_a_test_that_there_is():
+    here = Path(__file__).parent
+    section = (here.parent / "README.md").read_text().split("## What is promised")[1].split("\n## ")[0]
+    named = re.findall(r"`(test_\w+)`", section)
+    defined = {
+        name for file in here.glob("test_*.py") for name in re.findall(r"^def (test_\w+)", file.read_text(), re.M)
+    }
+    promises = [line for line in section.splitlines() if line.startswith("| ")][1:]
+    assert len(promises) >= 10 and all("`test_" in line for line in promises)
+    assert named and set(named) <= defined
