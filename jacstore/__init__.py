@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from jacstore.dynamics import gradient_flow
     from jacstore.errors import JacstoreError
     from jacstore.factoring import spectrum
+    from jacstore.goodness import sample_tests
     from jacstore.kernel import Kernel
     from jacstore.krylov import block_cg
     from jacstore.lazy import lazy_kernel
     from jacstore.normal_matrix import ggn
     from jacstore.operators import operator
+    from jacstore.posterior import sample, sample_from
     from jacstore.problem import Problem
     from jacstore.regression import KernelRidge
     from jacstore.solve import KernelFactor
@@ -48,6 +50,9 @@ __all__ = [
     "ntk",
     "open",
     "operator",
+    "sample",
+    "sample_from",
+    "sample_tests",
     "spectrum",
     "top_examples",
     "verify",
@@ -81,6 +86,9 @@ _HOMES = {
     "weighted": "weighting",
     "operator": "operators",
     "verify": "verification",
+    "sample": "posterior",
+    "sample_from": "posterior",
+    "sample_tests": "goodness",
 }
 
 

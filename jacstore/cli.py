@@ -389,6 +389,45 @@ def spectrum(
     _run(work, _text_spectrum, {"as_json": as_json, "debug": debug, "quiet": quiet})
 
 
+@main.command()
+@click.argument("store")
+@click.argument("kernel", required=False)
+@click.option("--alpha", type=float, required=True, metavar="A", help="Prior precision.")
+@click.option("--n", type=int, required=True, metavar="N", help="Number of samples.")
+@click.option("--key", type=int, required=True, metavar="KEY", help="Integer that decides the noise.")
+@click.option("--out", required=True, metavar="FILE.npy", help="File for the samples (N, P).")
+@click.option("--likelihood", default="gaussian", show_default=True, help="gaussian or softmax.")
+@click.option("--method", default="auto", show_default=True, help="ggn, perturb, cg, eigh, lanczos, ciq-dual, ...")
+@click.option("--error", type=float, metavar="E", help="Wanted relative error of cg, lanczos and ciq. [default: 1e-4]")
+@click.option("--q", type=int, metavar="Q", help="Quadrature points of ciq. [default: from the error]")
+@click.option("--memory", metavar="SIZE", help="Host memory to use, such as 8GB. [default: half of what is available]")
+@click.option("--precision", help="float64 or float32: type of the products with J. [default: from the store]")
+@click.option("--overwrite", is_flag=True, help="Delete what is there and start anew.")
+@_common
+def sample(store: str, kernel: str | None, as_json: bool, debug: bool, quiet: bool, **options: Any) -> None:
+    """Draw samples of the Laplace posterior of STORE and its KERNEL, as deviations from the parameters.
+
+    Without KERNEL the store alone is used.
+    """
+
+    def work(lines: _Lines, stop: _Stop) -> dict[str, Any]:
+        import jacstore
+
+        started = time.monotonic()
+        opened = jacstore.open(store)
+        before = opened.decoded_bytes_read
+        found = jacstore.sample(opened, kernel, listener=lines, stop=stop, **options)
+        return {
+            "file": options["out"],
+            "samples": found.shape[0],
+            "parameters": found.shape[1],
+            "passes": (opened.decoded_bytes_read - before) / opened.bytes_decoded,
+            "seconds_total": time.monotonic() - started,
+        }
+
+    _run(work, _text_sample, {"as_json": as_json, "debug": debug, "quiet": quiet})
+
+
 def _with_warnings(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Do it; what it warns of is a line each on stderr."""
     import warnings
@@ -555,6 +594,13 @@ def _text_predict(r: dict[str, Any]) -> str:
         f"{r['predictions']}: {r['predicted']:,} x {r['columns']} predictions from {r['examples']:,} examples, "
         f"alpha {r['alpha']:.4g}{chosen}\n"
         f"leave-one-out: mean squared error {r['loo_error']:.4g}{accuracy}"
+    )
+
+
+def _text_sample(r: dict[str, Any]) -> str:
+    return (
+        f"{r['file']}: {r['samples']:,} samples of {r['parameters']:,} parameters, {r['passes']:.2f} passes over J "
+        f"in {r['seconds_total']:.1f} s"
     )
 
 

@@ -225,7 +225,7 @@ def _orthonormal(block: np.ndarray, precondition: Product | None) -> tuple[np.nd
     """`q`, `M q` and `c` with `block = q c` up to rounding and `qᵀ M q = I`; dependent directions are left out."""
     if precondition is None:
         q, r = np.linalg.qr(block)
-        left, sizes, right = np.linalg.svd(r)
+        left, sizes, right = np.linalg.svd(r, full_matrices=False)
         keep = sizes > DEPENDENT * max(1, len(sizes)) * sizes[0]
         q = q @ left[:, keep]
         return q, q, sizes[keep, None] * right[keep]

@@ -1,0 +1,248 @@
+"""In: a store, its kernel, a prior precision and a key. Out: samples `(n, P)` of the Laplace posterior `N(0, A⁻¹)`.
+
+`A = alpha I + Jᵀ Λ J`, Λ from the likelihood; a sample is a deviation from the parameters. The way follows the size: P
+small, the matrix A itself; R moderate, its kernel; else iterations. Any number of samples takes two passes over J.
+
+References
+----------
+Daxberger et al. 2021, Laplace Redux, arXiv:2106.14806. Antorán et al. 2023, Sampling-based inference for large linear
+models, arXiv:2210.04994 (perturb and solve).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.linalg import lapack
+
+from jacstore.dense import Gram, require_memory
+from jacstore.errors import Refused
+from jacstore.factorization import bytes_needed, cholesky
+from jacstore.inverse_roots import DUALS, NEEDS_ROW_NOISE, DualKernel, Request, WeightedJacobian, by_primal_quadrature
+from jacstore.kernel import Kernel, open_kernel
+from jacstore.lazy import as_store
+from jacstore.machine import default_memory
+from jacstore.noise import BLOCK, KeyedNoise, Noise
+from jacstore.normal_matrix import ggn
+from jacstore.operators import JacobianOperator
+from jacstore.progress import Listener, silent
+from jacstore.sample_files import SampleFile, kept_in
+from jacstore.store import JacobianStore
+
+METHODS = ("auto", *DUALS, "ciq-primal", "ggn")
+WITHOUT_KERNEL = ("cg", "lanczos", "ciq-dual", "ciq-primal", "ggn")
+
+
+def sample(
+    store: JacobianStore | str | Path,
+    kernel: Kernel | str | Path | None = None,
+    *,
+    alpha: float,
+    n: int,
+    key: int,
+    likelihood: str = "gaussian",
+    method: str = "auto",
+    error: float | None = None,
+    q: int | None = None,
+    out: str | Path | None = None,
+    memory: int | str | None = None,
+    precision: str | None = None,
+    overwrite: bool = False,
+    listener: Listener = silent,
+    stop: Callable[[], bool] | None = None,
+) -> np.ndarray:
+    """Samples `(n, P)` of the Laplace posterior, as deviations from the parameters, columns in tree order.
+
+    `jacstore.operator(store).unravel(samples.T, like=params)` gives them as a pytree of arrays `(n, *shape)`. The noise
+    depends on the key and on the number of the sample alone: more samples leave the first ones as they are, up to
+    rounding.
+
+    Parameters
+    ----------
+    store
+        A finished store or its path.
+    kernel
+        Its kernel of mode full, or the path; None for methods ggn, cg, lanczos, ciq-dual and ciq-primal, which then
+        stream the store.
+    alpha
+        Prior precision.
+    n
+        Number of samples.
+    key
+        Integer from 0 below 2**64.
+    likelihood
+        "gaussian", Λ = I; "softmax" at the store's outputs.
+    method
+        "ggn": Cholesky of A, one pass. "perturb": perturb and solve with a Cholesky factor of the kernel, two passes;
+        "cg": the same by conjugate gradients. `A^{-1/2}` times noise: "eigh", "lanczos", "ciq-dual", two passes;
+        "ciq-primal", one pass a step. "auto": ggn where `P <= R` or there is no kernel, if A fits in memory; else
+        perturb, if the kernel fits; else cg.
+    error
+        Wanted relative error of cg, lanczos and ciq, 1e-4 if not given; decides the number of quadrature points.
+    q
+        Number of quadrature points, instead of what `error` says.
+    out
+        File for the samples, `FILE.npy`; a rerun continues after the last finished pass or returns what is there.
+    memory
+        Bytes to allocate, such as "8GB"; half of what is available if not given.
+    precision
+        Type of the products with J, float32 or float64. Default as for `jacstore.operator`, but float64 for iterations
+        without a kernel, which would gather rounding.
+    overwrite
+        Delete what is at `out` and start anew.
+    listener
+        Called with progress events of method ggn.
+    stop
+        Asked between steps; when it says true the call ends with `Interrupted`.
+
+    Raises
+    ------
+    Refused
+        If the kernel is not that of the store, its diagonal was replaced, or something does not fit in memory.
+    Mismatch
+        If `out` holds samples of another request.
+    """
+    noise = KeyedNoise(key=key, n=n)
+    plan = _Plan(store, kernel, alpha, n, likelihood, method, error, q, memory, precision)
+    requested = {**plan.requested, "key": int(key), "n": int(n)}
+    with kept_in(out, requested, overwrite, listener, stop) as kept:
+        return _draw(plan, noise, kept, listener)
+
+
+def sample_from(
+    noise: Noise, store: JacobianStore | str | Path, kernel: Kernel | str | Path | None = None, **options: Any
+) -> np.ndarray:
+    """The linear map of `sample`, applied to noise of one's own: options as there, without n, key and out."""
+    allowed = {"alpha", "likelihood", "method", "error", "q", "memory", "precision"}
+    if not {"alpha"} <= options.keys() <= allowed:
+        raise Refused(f"options {', '.join(options)}; needed is alpha, allowed are {', '.join(sorted(allowed))}")
+    defaults = {"likelihood": "gaussian", "method": "auto", "error": None, "q": None, "memory": None, "precision": None}
+    plan = _Plan(store, kernel, n=noise.n, **{**defaults, **options})
+    with kept_in(None, {}, False, silent, None) as kept:
+        return _draw(plan, noise, kept, silent)
+
+
+class _Plan:
+    """What is to be done, checked, with the method chosen."""
+
+    def __init__(
+        self,
+        store: JacobianStore | str | Path,
+        kernel: Kernel | str | Path | None,
+        alpha: float,
+        n: int,
+        likelihood: str,
+        method: str,
+        error: float | None,
+        q: int | None,
+        memory: int | str | None,
+        precision: str | None,
+    ) -> None:
+        if method not in METHODS:
+            raise Refused(f"--method {method}: allowed are {', '.join(METHODS)} (method=)")
+        if not (np.ndim(alpha) == 0 and 0 < float(alpha) < math.inf):
+            raise Refused(f"--alpha {alpha}: allowed is a number above 0 (alpha=)")
+        if error is not None and not 0 < error < 1:
+            raise Refused(f"--error {error}: allowed are numbers between 0 and 1 (error=)")
+        if q is not None and error is not None:
+            raise Refused("--q and --error exclude each other: points follow from the error (q=, error=)")
+        self.memory = default_memory(memory)
+        self.store = as_store(store)
+        opened = open_kernel(str(kernel)) if isinstance(kernel, str | Path) else kernel
+        jacobian = JacobianOperator(self.store, self.memory, precision=precision)
+        if opened is not None:
+            require_own(jacobian, opened)
+        chosen = method if method != "auto" else _regime(jacobian.shape, opened is not None, n, self.memory)
+        if opened is None and chosen not in WITHOUT_KERNEL:
+            raise Refused(
+                f"--method {chosen} needs the kernel of the store (kernel=); without one allowed are "
+                f"{', '.join(WITHOUT_KERNEL)}"
+            )
+        if precision is None and (chosen == "ciq-primal" or (opened is None and chosen != "ggn")):
+            jacobian = JacobianOperator(self.store, self.memory, precision="float64")
+        self.jacobian = jacobian
+        self.weighted = WeightedJacobian(jacobian, likelihood)
+        self.kernel = DualKernel(self.weighted, opened, self.memory)
+        self.request = Request(alpha=float(alpha), method=chosen, error=1e-4 if error is None else error, q=q)
+        self.requested = {
+            "store": self.store.identity(),
+            "kernel": None if opened is None else opened.requested,
+            "alpha": float(alpha),
+            "likelihood": likelihood,
+            "method": method,
+            "error": error,
+            "q": q,
+            "precision": precision,
+        }
+
+
+def require_own(jacobian: JacobianOperator, kernel: Kernel) -> None:
+    """Refuse a kernel that is not `J Jᵀ` of the stored J."""
+    jacobian.gram(kernel)
+    if Gram(kernel).exact_diagonal:
+        raise Refused(
+            f"{kernel.path}: its diagonal was replaced by exact norms, so it is not J Jᵀ of the stored J and samples "
+            "from it would be wrong; assemble a kernel without that (kernel=)"
+        )
+
+
+def _regime(shape: tuple[int, int], has_kernel: bool, n: int, memory: int) -> str:
+    rows, p = shape
+    columns = 16 * n * p
+    normal_fits = 12 * p * p + columns <= memory
+    if normal_fits and p <= rows:
+        return "ggn"
+    if has_kernel and bytes_needed("cholesky", rows) + columns + 24 * n * rows <= memory:
+        return "perturb"
+    return "ggn" if normal_fits else "cg"
+
+
+def _draw(plan: _Plan, noise: Noise, kept: SampleFile, listener: Listener) -> np.ndarray:
+    """Samples `(n, P)` from noise, continued from what is kept."""
+    finished = kept.finished()
+    if finished is not None:
+        return finished
+    request, rows, p = plan.request, *plan.weighted.shape
+    require_memory(16 * noise.n * p, plan.memory, f"{noise.n:,} samples of {p:,} parameters", "draw fewer (--n, n=)")
+    method = kept.choice("method", request.method)
+    if method == "ggn":
+        z = _by_normal_matrix(plan, noise, kept, listener)
+    elif method == "ciq-primal":
+        product = plan.jacobian.ggn(plan.weighted.likelihood).matmat
+        z, _ = by_primal_quadrature(product, noise.parameters(0, p), request, kept.stop)
+    else:
+        root = math.sqrt(request.alpha)
+        y = kept.array("projected", lambda: plan.weighted.times(noise.parameters(0, p)))
+        e = noise.rows(0, rows) if method in NEEDS_ROW_NOISE else None
+        w = kept.array("weights", lambda: DUALS[method](plan.kernel, request, y, e, kept.stop))
+        z = plan.weighted.transposed(w)
+        for a in range(0, p, BLOCK):
+            b = min(a + BLOCK, p)
+            z[a:b] += noise.parameters(a, b) / root
+    return kept.finish(z.T.astype(plan.jacobian.products, copy=False))
+
+
+def _by_normal_matrix(plan: _Plan, noise: Noise, kept: SampleFile, listener: Listener) -> np.ndarray:
+    """`R⁻¹ v` with the Cholesky factor `A = Rᵀ R`."""
+    matrix = ggn(
+        plan.store,
+        plan.weighted.likelihood,
+        plan.request.alpha,
+        memory=plan.memory,
+        out=kept.folder("ggn"),
+        precision=str(plan.jacobian.products),
+        listener=listener,
+        stop=kept.asked,
+    )
+    upper, failed = cholesky(matrix, 0.0)
+    if failed:
+        raise Refused(
+            f"alpha I + Jᵀ Λ J is not positive definite (row {failed - 1}) with alpha {plan.request.alpha:.3g}; give a "
+            "larger alpha (--alpha, alpha=) or precision float64 (precision=)"
+        )
+    solution, _ = lapack.dtrtrs(upper.T, noise.parameters(0, len(upper)), lower=1, trans=1)
+    return solution
