@@ -412,16 +412,16 @@ def sample(store: str, kernel: str | None, as_json: bool, debug: bool, quiet: bo
 
     def work(lines: _Lines, stop: _Stop) -> dict[str, Any]:
         import jacstore
+        from jacstore.store import open_store
 
         started = time.monotonic()
-        opened = jacstore.open(store)
-        before = opened.decoded_bytes_read
+        opened = open_store(store)
         found = jacstore.sample(opened, kernel, listener=lines, stop=stop, **options)
         return {
             "file": options["out"],
             "samples": found.shape[0],
             "parameters": found.shape[1],
-            "passes": (opened.decoded_bytes_read - before) / opened.bytes_decoded,
+            "passes": opened.decoded_bytes_read / opened.bytes_decoded,
             "seconds_total": time.monotonic() - started,
         }
 
