@@ -21,6 +21,7 @@ Product = Callable[[np.ndarray], np.ndarray]
 Function = Callable[[np.ndarray], np.ndarray]
 
 FIRST_CHECK, GROWTH = 8, 1.25
+NEGLIGIBLE = 1e-3  # share of the tolerance below which a shift's residual is worth no more steps
 BROKEN = 1e-13  # a direction smaller than this beside the matrix is rounding: the Krylov space is complete
 
 
@@ -64,7 +65,7 @@ def shifted_cg(
     base = float(shifts[order[0]])
     norms = np.linalg.norm(block, axis=0)
     scale = np.where(norms > 0, norms, 1)
-    run = _ShiftedRun(block / scale, moved, weights)
+    run = _ShiftedRun(block / scale, moved, weights, NEGLIGIBLE * tolerance)
     products = 0
     while products < max_steps and run.residual() > tolerance:
         stop()
@@ -84,8 +85,9 @@ def shifted_cg(
 class _ShiftedRun:
     """Recurrences of every column `(n,)` and shift `(Q, n)`; the first shift is zero."""
 
-    def __init__(self, block: np.ndarray, shifts: np.ndarray, weights: np.ndarray) -> None:
-        self.shifts, self.weights, n = shifts[:, None], weights, block.shape[1]
+    def __init__(self, block: np.ndarray, shifts: np.ndarray, weights: np.ndarray, negligible: float) -> None:
+        self.shifts, self.weights, self.negligible, n = shifts[:, None], weights, negligible, block.shape[1]
+        self.active = list(range(len(shifts)))
         self.r, self.directions = block.copy(), np.repeat(block[None], len(shifts), 0)
         self.first, self.total = np.zeros_like(block), np.zeros_like(block)
         self.square = np.square(block).sum(0)
@@ -107,12 +109,14 @@ class _ShiftedRun:
         zeta = np.divide(above, below, out=np.zeros_like(above), where=(below != 0) & alive)
         ratio = np.divide(zeta, self.zeta, out=np.zeros_like(zeta), where=self.zeta != 0)
         self.first += length * self.directions[0]
-        for weight, share, direction in zip(self.weights, ratio, self.directions, strict=True):
-            self.total += (weight * length * share) * direction
+        for q in self.active:
+            self.total += (self.weights[q] * length * ratio[q]) * self.directions[q]
         self.r -= length * w
         square = np.where(alive, np.square(self.r).sum(0), 0)
         turn = np.divide(square, self.square, out=np.zeros_like(square), where=alive)
-        for q in range(len(ratio)):
+        # Larger shifts are solved sooner; the first decides when all are.
+        self.active = [q for q in self.active if q == 0 or (zeta[q] * np.sqrt(square)).max() > self.negligible]
+        for q in self.active:
             self.directions[q] *= turn * ratio[q] ** 2
             self.directions[q] += zeta[q] * self.r
         self.zeta_before, self.zeta, self.square = self.zeta, zeta, square
@@ -149,7 +153,8 @@ class Lanczos:
 
     def spectra(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Ritz values and vectors of every column."""
-        d, e = np.array(self.diagonal), np.array(self.beside[:-1]).reshape(len(self.diagonal) - 1, -1)
+        d = np.array(self.diagonal)
+        e = np.array(self.beside)[:-1]
         return [eigh_tridiagonal(d[:, j], e[:, j]) for j in range(d.shape[1])]
 
     def combined(self, coefficients: np.ndarray) -> np.ndarray:

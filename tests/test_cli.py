@@ -34,6 +34,9 @@ FLAGS = {
     "predict": SHARED | {"--labels", "--alpha", "--out", "--from-network", "--memory"},
     "spectrum": SHARED | {"--top", "--alpha", "--memory"},
     "verify": SHARED | {"--target", "--store", "--samples", "--full"},
+    "sample": SHARED
+    | {"--alpha", "--n", "--key", "--out", "--likelihood", "--method", "--error", "--q", "--memory", "--precision"}
+    | {"--overwrite"},
 }
 ALL_KEYS = {
     "build": "store, examples, outputs, parameters, leaves, units_total, units_computed, units_reused, bytes_stored, "

@@ -127,7 +127,6 @@ NEIGHBOURS = {
     "store": {"blocks", "hierarchy"},
     "writer": {"blocks", "hierarchy", "store"},
     "kernel": {"hierarchy"},
-    "checkpoints": {"kernel"},
     "torch_layers": {"torch_network", "trace"},
     "unit": {"jacobian"},
     "cluster": {"item"},

@@ -528,6 +528,8 @@ def test_dependent_zero_and_tiny_right_hand_sides_are_solved_too():
     assert zero.converged and not zero.value.any() and zero.stats.passes == 0 and "zero" in zero.reason
     whole = block_cg(case.gram, np.eye(24), alpha=1e-2)
     assert error(whole.value, case.c) < 1e-7 and whole.stats.steps <= 2
+    more = block_cg(case.gram, np.eye(24, 30), alpha=1e-2)
+    assert error(more.value[:, :24], case.c) < 1e-7 and more.stats.directions <= 24
 
 
 def test_a_kernel_on_disk_is_streamed_once_a_step(kernels, monkeypatch):
