@@ -65,9 +65,9 @@ def main(argv: list[str] | None = None) -> list[Row]:
     out: Path = options.out
     data = mnist(options.data, options.train, options.test)
     settings = common.Settings(
-        data="sampling", net=f"mlp-{WIDTH}", examples=options.train, epochs=options.epochs, rate=2e-3, batch=64
+        data="sampling", net=f"mlp-{options.width}", examples=options.train, epochs=options.epochs, rate=2e-3, batch=64
     )
-    params, _ = common.trained(out, settings, initial(settings.seed), apply, data)
+    params, _ = common.trained(out, settings, initial(settings.seed, options.width), apply, data)
     score = common.accuracy(common.predict(apply, params, data.test), data.test_labels)
     problem = jacstore.Problem(apply=apply, params=params, inputs=data.train[: options.examples])
     store = jacstore.build(problem, out / "sampling.jac", memory=options.memory)
@@ -108,20 +108,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("sampling-run"), metavar="DIR", help="(%(default)s)")
     parser.add_argument("--small", action="store_true", help="tiny sizes, to try that it runs")
     options = parser.parse_args(argv)
-    options.train, options.test = 60_000, 10_000
+    options.train, options.test, options.width = 60_000, 10_000, WIDTH
     if options.small:
         options.train, options.test, options.epochs, options.examples = 30, 20, 1, 6
-        options.samples, options.points, options.krylov = 40, 4, min(options.krylov, 3)
+        options.width, options.samples, options.points, options.krylov = 2, 40, 4, min(options.krylov, 3)
         options.normal_examples = min(options.normal_examples, 8)
     if not 1 <= options.krylov + 1 <= options.points + 1 or options.points < 1:
         raise SystemExit(f"--points {options.points}, --krylov {options.krylov}: give points >= 1, krylov <= points")
     return options
 
 
-def initial(seed: int) -> common.Params:
-    """Parameters before training: 784-18-18-10."""
+def initial(seed: int, width: int) -> common.Params:
+    """Parameters before training: 784-width-width-10."""
     rng = np.random.default_rng(seed)
-    widths = (784, WIDTH, WIDTH, 10)
+    widths = (784, width, width, 10)
     return {f"dense{i}": common.dense_init(rng, a, b) for i, (a, b) in enumerate(itertools.pairwise(widths))}
 
 
