@@ -302,6 +302,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         fresh = [s for s in wanted if s not in known or s.tool == "jacstore"]
         comparison.measured = [m for m in comparison.measured if m.setting not in fresh]
         comparison.run(fresh, "sweep", 1, given.sweep_seconds)
+        comparison.measured.sort(key=lambda m: wanted.index(m.setting))
         finals = comparison.finals()
         for number in range(1, given.rounds + 1):
             comparison.run(finals, "round", number, given.seconds)
