@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from jacstore.assembly import open_path as open
     from jacstore.attribution import gradient_dot, influence, loss_gradients, top_examples
     from jacstore.builder import build, ntk
+    from jacstore.curvature import ggn_operator, hvp_operator, jacobian_operator
     from jacstore.dynamics import gradient_flow
     from jacstore.errors import JacstoreError
     from jacstore.factoring import spectrum
@@ -40,10 +41,13 @@ __all__ = [
     "block_cg",
     "build",
     "ggn",
+    "ggn_operator",
     "gradient_dot",
     "gradient_flow",
     "gram",
+    "hvp_operator",
     "influence",
+    "jacobian_operator",
     "lazy_kernel",
     "load_target",
     "loss_gradients",
@@ -65,7 +69,10 @@ _HOMES = {
     "Problem": "problem",
     "build": "builder",
     "ggn": "normal_matrix",
+    "ggn_operator": "curvature",
     "gram": "assembly",
+    "hvp_operator": "curvature",
+    "jacobian_operator": "curvature",
     "lazy_kernel": "lazy",
     "Kernel": "kernel",
     "JacobianStore": "store",

@@ -7,7 +7,7 @@ products in the type of `precision`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 from scipy.sparse.linalg import LinearOperator
 
 from jacstore import machine
+from jacstore.columns import ParameterColumns
 from jacstore.errors import Mismatch, Refused
 from jacstore.kernel import Kernel
 from jacstore.lazy import as_store, default_precision
@@ -60,7 +61,7 @@ def operator(
     return JacobianOperator(as_store(store), memory, leaves, examples, precision)
 
 
-class JacobianOperator(LinearOperator):
+class JacobianOperator(LinearOperator, ParameterColumns):
     """J `(R, P)`; see `jacstore.operator`.
 
     Attributes
@@ -114,15 +115,15 @@ class JacobianOperator(LinearOperator):
         columns = real(x)
         m = columns.shape[1]
         y = np.zeros((len(self.examples), self.store.n_outputs, m))
-        for panel in self.panels:
+        for panel in self.panels if m else ():
             self._times(panel, columns, y)
-        return y.reshape(-1, m)
+        return y.reshape(self.shape[0], m)
 
     def _rmatmat(self, x: np.ndarray) -> np.ndarray:
         m = x.shape[1]
         u = real(x).reshape(len(self.examples), self.store.n_outputs, m)
         out = np.zeros((self.shape[1], m))
-        for panel in self.panels:
+        for panel in self.panels if m else ():
             self._add_transposed(panel, u, out)
         return out
 
@@ -156,11 +157,11 @@ class JacobianOperator(LinearOperator):
         numbers = sum(panel.width for panel in self.panels) * m + max(panel.scratch(m) for panel in self.panels)
         extra = sum(panel.extra(m) for panel in self.panels)
         fixed = 8 * (self.shape[1] * m + extra) + self._bytes(numbers)
-        jobs = self._jobs(self.panels, fixed, m)
+        jobs = self._jobs(self.panels, fixed, m) if m else None
         if jobs is None:
             # A unit of all columns is too large to be kept for the second product: a second pass.
             y = self._matmat(columns).reshape(len(self.examples), self.store.n_outputs, m)
-            return self._rmatmat(weights.times(y, slice(None)).reshape(-1, m))
+            return self._rmatmat(weights.times(y, slice(None)).reshape(self.shape[0], m))
         out = np.zeros((self.shape[1], m))
         loaded = [panel.load(columns, self.products) for panel in self.panels]
         sums = [panel.sums(out) for panel in self.panels]
@@ -247,36 +248,6 @@ class JacobianOperator(LinearOperator):
             return likelihood_weights(chosen, outputs, self.store.requested.get("outputs", "all") == "all")
         return given_weights(given, len(self.examples), self.store.n_outputs)
 
-    # ------------------------------------------------------------------------------------------------- pytrees
-
-    def ravel(self, tree: Any) -> np.ndarray:
-        """Columns from a pytree of arrays: `(P,)` from leaves of the parameters' shapes, `(P, m)` from `(m, *shape)`.
-
-        Leaves are found by their paths; those that the operator has no columns for are not looked at.
-        """
-        from jacstore.pytrees import paths_and_leaves
-
-        return _joined(dict(paths_and_leaves(tree)), self.paths, self.shape[1])
-
-    def unravel(self, columns: np.ndarray, like: Any = None) -> Any:
-        """Columns `(P,)` or `(P, m)` as a pytree of arrays of the parameters' shapes, or `(m, *shape)`.
-
-        Without `like` a nested dict by the components of each path; with it a pytree of that structure, for instance
-        the parameters, in which the operator's leaves are replaced.
-        """
-        columns = np.asarray(columns)
-        if columns.ndim not in (1, 2) or len(columns) != self.shape[1]:
-            raise Refused(f"columns of shape {columns.shape}; allowed are ({self.shape[1]},) and ({self.shape[1]}, m)")
-        parts = {}
-        for path, (shape, at) in self.paths.items():
-            held = columns[at]
-            parts[path] = held.reshape(shape) if held.ndim == 1 else np.moveaxis(held.reshape(*shape, -1), -1, 0)
-        if like is None:
-            return _nested(parts)
-        from jacstore.pytrees import replaced
-
-        return replaced(like, parts)
-
 
 class GramOperator(LinearOperator):
     """J Jᵀ `(R, R)`; see `JacobianOperator.gram`."""
@@ -296,8 +267,8 @@ class GramOperator(LinearOperator):
         n, k = self.jacobian.store.n_examples, self.jacobian.store.n_outputs
         whole = np.zeros((n, k, x.shape[1]))
         # An example may be chosen twice.
-        np.add.at(whole, self.jacobian.examples, real(x).reshape(-1, k, x.shape[1]))
-        product = (self.kernel.array @ whole.reshape(n * k, -1)).compute(scheduler="synchronous")
+        np.add.at(whole, self.jacobian.examples, real(x).reshape(len(self.jacobian.examples), k, x.shape[1]))
+        product = (self.kernel.array @ whole.reshape(n * k, x.shape[1])).compute(scheduler="synchronous")
         return np.asarray(product, np.float64).reshape(whole.shape)[self.jacobian.examples].reshape(x.shape)
 
     def _adjoint(self) -> GramOperator:
@@ -367,37 +338,3 @@ def _refuse_other_kernel(jacobian: JacobianOperator, kernel: Kernel) -> None:
         raise Refused(
             f"{kernel.path} is a sum over all leaves; the operator has some of them: change leaves= or kernel="
         )
-
-
-def _joined(found: Mapping[str, Any], paths: Mapping[str, tuple[tuple[int, ...], slice]], width: int) -> np.ndarray:
-    """Columns `(P,)` or `(P, m)` from arrays by path."""
-    out: np.ndarray | None = None
-    for path, (shape, at) in paths.items():
-        if path not in found:
-            raise Refused(
-                f"the tree has no leaf {path!r}; leaves are needed for {', '.join(map(repr, list(paths)[:5]))}"
-            )
-        values = np.asarray(found[path])
-        lead = values.shape[: values.ndim - len(shape)]
-        if len(lead) > 1 or values.shape[len(lead) :] != shape or (out is not None and lead != out.shape[1:]):
-            wanted = f"{shape} or (m, {str(shape)[1:]}" if out is None else f"{(*out.shape[1:], *shape)}"
-            raise Refused(f"leaf {path!r} of shape {values.shape}; allowed is {wanted}")
-        if out is None:
-            out = np.empty((width, *lead), np.result_type(values.dtype, np.float32))
-        out[at] = values.reshape(*lead, -1).T
-    assert out is not None
-    return out
-
-
-def _nested(parts: Mapping[str, np.ndarray]) -> Any:
-    """A nested dict by the components of each path; the array itself for a bare leaf."""
-    if list(parts) == ["."]:
-        return parts["."]
-    tree: dict[str, Any] = {}
-    for path, values in parts.items():
-        *folders, name = (part.replace("%2F", "/").replace("%25", "%") for part in path.split("/"))
-        inner = tree
-        for folder in folders:
-            inner = inner.setdefault(folder, {})
-        inner[name] = values
-    return tree

@@ -67,6 +67,7 @@ FLOORS = {
         "streams",
         "torch_terms",
         "sample_files",
+        "columns",
     ),
     4: (
         "jacobian",
@@ -92,6 +93,7 @@ FLOORS = {
         "torch_pass",
         "prediction",
         "inverse_roots",
+        "curvature",
     ),
     5: (
         "builder",
@@ -154,14 +156,27 @@ NEIGHBOURS = {
     "prediction": {"regression"},
     "inverse_roots": {"dense", "factorization", "krylov", "solve", "weighting"},
     "goodness": {"posterior"},
+    "curvature": {"jacobian", "operators"},
 }
 
 # (importer, imported) where an import inside a function chooses an optional engine.
 CHOICES = {
-    ("assembly", "jacstore.engine_xla"),
-    ("item", "jacstore.engine_xla"),
-    # Only who has a pytree has JAX already.
-    ("operators", "jacstore.pytrees"),
+    (
+        "assembly",
+        "jacstore.engine_xla",
+    ),
+    (
+        "columns",
+        "jacstore.pytrees",
+    ),
+    (
+        "item",
+        "jacstore.engine_xla",
+    ),
+    (
+        "operators",
+        "jacstore.pytrees",
+    ),
 }
 
 # `jacstore/__init__.py` is lazy and stands above all floors; `testing.py` may import anything and nothing imports it.
@@ -172,6 +187,7 @@ WITHOUT_JAX = (
     "attribution",
     "checkpoints",
     "cluster",
+    "columns",
     "dense",
     "dynamics",
     "engine",
