@@ -40,7 +40,8 @@ EXAMPLES = 400  # the first ones of the training set; 4,000 rows
 KEY = 1
 ALPHA = 0.1
 SAMPLES = 200
-WIDTH = 18
+# Of images of 14 x 14: 15,018 parameters.
+WIDTHS = (196, 64, 32, 10)
 LEVEL = 0.05
 SMALLEST_P = 1e-320  # what the figure shows of a p-value of 0
 QQ = (2, 4, 6, 10, 20)
@@ -65,9 +66,14 @@ def main(argv: list[str] | None = None) -> list[Row]:
     out: Path = options.out
     data = mnist(options.data, options.train, options.test)
     settings = common.Settings(
-        data="sampling", net=f"mlp-{options.width}", examples=options.train, epochs=options.epochs, rate=2e-3, batch=64
+        data="sampling",
+        net="-".join(map(str, options.widths)),
+        examples=options.train,
+        epochs=options.epochs,
+        rate=2e-3,
+        batch=64,
     )
-    params, _ = common.trained(out, settings, initial(settings.seed, options.width), apply, data)
+    params, _ = common.trained(out, settings, initial(settings.seed, options.widths), apply, data)
     score = common.accuracy(common.predict(apply, params, data.test), data.test_labels)
     problem = jacstore.Problem(apply=apply, params=params, inputs=data.train[: options.examples])
     store = jacstore.build(problem, out / "sampling.jac", memory=options.memory)
@@ -108,26 +114,25 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("sampling-run"), metavar="DIR", help="(%(default)s)")
     parser.add_argument("--small", action="store_true", help="tiny sizes, to try that it runs")
     options = parser.parse_args(argv)
-    options.train, options.test, options.width = 60_000, 10_000, WIDTH
+    options.train, options.test, options.widths = 60_000, 10_000, WIDTHS
     if options.small:
         options.train, options.test, options.epochs, options.examples = 30, 20, 1, 6
-        options.width, options.samples, options.points, options.krylov = 2, 40, 4, min(options.krylov, 3)
+        options.widths, options.samples, options.points, options.krylov = (196, 4, 3, 10), 40, 4, min(options.krylov, 3)
         options.normal_examples = min(options.normal_examples, 8)
     if not 1 <= options.krylov + 1 <= options.points + 1 or options.points < 1:
         raise SystemExit(f"--points {options.points}, --krylov {options.krylov}: give points >= 1, krylov <= points")
     return options
 
 
-def initial(seed: int, width: int) -> common.Params:
-    """Parameters before training: 784-width-width-10."""
+def initial(seed: int, widths: tuple[int, ...]) -> common.Params:
+    """Parameters of dense layers before training."""
     rng = np.random.default_rng(seed)
-    widths = (784, width, width, 10)
     return {f"dense{i}": common.dense_init(rng, a, b) for i, (a, b) in enumerate(itertools.pairwise(widths))}
 
 
 def apply(params: common.Params, image: jax.Array) -> jax.Array:
-    """Map one image `(28, 28)` to ten outputs."""
-    x = image.reshape(-1)
+    """Map one image `(28, 28)`, averaged to 14 x 14, to ten outputs."""
+    x = common.pool(image[..., None]).reshape(-1)
     for index in range(2):
         x = jax.nn.relu(common.dense(params[f"dense{index}"], x))
     return common.dense(params["dense2"], x)

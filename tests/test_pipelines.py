@@ -201,6 +201,36 @@ def test_kernels_that_differ_are_refused_and_examples_at_a_kink_are_counted() ->
         child.check_kernel(1.001 * kernel, kernel, "scaled")
 
 
+def test_hessian_products_agree_and_a_way_that_needs_too_much_memory_is_recorded(tmp_path: Path) -> None:
+    script = str(ROOT / "pipelines" / "hessian_products.py")
+    ways = ("--ways", "HVP", "GVP", "dual solve")
+    printed = run(tmp_path, script, "--small", "--out", "out", *ways)
+    assert "Hessian = GGN" in printed and "dual solve" in printed
+    printed = run(tmp_path, script, "--largest", "1e5", "--memory", "600MB", "--out", "out", "--ways", "explicit")
+    assert "explicit, D = 100,000: out of memory" in printed
+    lines = (tmp_path / "out" / "hessian-products.csv").read_text().splitlines()
+    assert lines[-1].startswith("explicit,False,100000,out of memory,nan")
+    assert (tmp_path / "out" / "hessian-products.png").stat().st_size > 10_000
+
+
+def test_sampling_ablation_rejects_few_points(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    arrays = {
+        f"{kind}_{part}": rng.integers(0, top, size=(40, *shape), dtype=np.uint8)
+        for part in ("train", "test")
+        for kind, top, shape in (("x", 256, (28, 28)), ("y", 10, ()))
+    }
+    np.savez(tmp_path / "data.npz", **arrays)
+    words = ("--data", "data.npz", "--small", "--out", "out", "--memory", "500MB", "--normal-examples", "8")
+    verdicts = json.loads(run(tmp_path, str(ROOT / "pipelines" / "sampling_ablation.py"), *words).splitlines()[-1])
+    assert all({1, 2} <= set(verdict["rejected"]) for verdict in verdicts.values())
+    lines = (tmp_path / "out" / "sampling.csv").read_text().splitlines()
+    assert len(lines) == 1 + 2 + 4 + 4 + 2 + 1  # a header and the rows of each way
+    accepted = [line for line in lines if line.startswith("perturb and solve")]
+    assert float(accepted[0].split(",")[2]) > 0.01
+    assert (tmp_path / "out" / "sampling.png").stat().st_size > 20_000
+
+
 def test_torch_rows_compares_bytes_speed_and_rows(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     script = str(ROOT / "pipelines" / "torch_rows.py")

@@ -387,8 +387,7 @@ def test_another_request_foreign_files_and_damage_are_refused(on_disk, tmp_path)
 
 
 def test_a_kernel_with_a_replaced_diagonal_or_of_another_store_is_refused(wide):
-    kernel = jacstore.gram(wide.store)
-    kernel.exact_diagonal = True
+    kernel = jacstore.gram(wide.store, exact_diagonal=True)
     for call in (
         lambda: jacstore.sample(wide.store, kernel, alpha=0.1, n=2, key=0),
         lambda: jacstore.sample_tests(np.zeros((2, wide.p)), wide.store, kernel, 0.1),
