@@ -155,7 +155,9 @@ def summary(comparison: Comparison, finals: list[Setting]) -> list[dict[str, Any
     for swept in comparison.fastest():
         setting, rounds = swept.setting, comparison.of(swept.setting, "round")
         runs = rounds or [swept]
-        ratios = [m.seconds / b for m, b in zip(rounds, base, strict=True)] or [swept.seconds / statistics.median(base)]
+        # Rounds alternate, so that each is compared with jacstore's of about the same moment.
+        bases = base if rounds else [statistics.median(base)]
+        ratios = [m.seconds / b for m, b in zip(runs, bases, strict=True)]
         seconds = statistics.median(m.seconds for m in runs)
         remarks = sorted({m.remark for m in runs} - {""}) + ([] if rounds else ["swept once"])
         known = [m.answer for m in runs if "failed" not in m.answer]
