@@ -190,8 +190,8 @@ def show(title: str, rows: list[dict[str, Any]], swept: list[Measured]) -> None:
             f"{m.setting.tool} {m.setting.way}",
             f"{m.setting.block or ''}",
             "-" if "failed" in m.answer else f"{m.seconds:.3g}",
-            f"{m.answer.get('seconds_compile', 0):.1f}",
-            format_size(m.answer.get("peak_bytes", 0)),
+            "-" if "failed" in m.answer else f"{m.answer['seconds_compile']:.1f}",
+            "-" if "failed" in m.answer else format_size(m.answer["peak_bytes"]),
             m.remark,
         )
         for m in swept
