@@ -153,7 +153,11 @@ class _Plan:
         self.memory = default_memory(memory)
         self.store = as_store(store)
         opened = open_kernel(str(kernel)) if isinstance(kernel, str | Path) else kernel
-        jacobian = JacobianOperator(self.store, self.memory, precision=precision)
+        rows, p = self.store.n_examples * self.store.n_outputs, self.store.n_parameters
+        require_memory(16 * n * p, self.memory, f"{n:,} samples of {p:,} parameters", "draw fewer (--n, n=)")
+        # Beside a pass stand the noise, or the result that it counts itself, and a few columns of rows.
+        left = max(1, self.memory - 8 * n * (p + 3 * rows))
+        jacobian = JacobianOperator(self.store, left, precision=precision)
         if opened is not None:
             require_own(jacobian, opened)
         chosen = method if method != "auto" else _regime(jacobian.shape, opened is not None, n, self.memory)
@@ -163,7 +167,7 @@ class _Plan:
                 f"{', '.join(WITHOUT_KERNEL)}"
             )
         if precision is None and (chosen == "ciq-primal" or (opened is None and chosen != "ggn")):
-            jacobian = JacobianOperator(self.store, self.memory, precision="float64")
+            jacobian = JacobianOperator(self.store, left, precision="float64")
         self.jacobian = jacobian
         self.weighted = WeightedJacobian(jacobian, likelihood)
         self.kernel = DualKernel(self.weighted, opened, self.memory)
@@ -207,7 +211,6 @@ def _draw(plan: _Plan, noise: Noise, kept: SampleFile, listener: Listener) -> np
     if finished is not None:
         return finished
     request, rows, p = plan.request, *plan.weighted.shape
-    require_memory(16 * noise.n * p, plan.memory, f"{noise.n:,} samples of {p:,} parameters", "draw fewer (--n, n=)")
     method = kept.choice("method", request.method)
     if method == "ggn":
         z = _by_normal_matrix(plan, noise, kept, listener)
