@@ -25,10 +25,10 @@ from jacstore.machine import format_size
 from jacstore.problem import Prepared, precision_context
 from jacstore.trace import Cut
 
-LARGEST_BATCH = 256
+LARGEST_BATCH = 512
 # Rows of a batch: on a CPU, blocks above 32 MB go back to the system after each batch, and faulting them in again took
 # twice the time of computing them (2.4M parameters: 0.4 GB/s at 64 examples a batch, 1.2 GB/s at 1).
-BATCH_BYTES = {"cpu": 12_000_000}
+BATCH_BYTES = {"cpu": 24_000_000}
 BATCH_BYTES_ELSEWHERE = 512_000_000
 
 
