@@ -23,19 +23,20 @@ from jacstore import Problem
 
 EXAMPLES = 3
 LIMIT = 1e-12
+FAST_COMPILATION = "jax_disable_most_optimizations"
 # Networks of each kind; the profile `random` is for exploring.
 COUNT = 9 if settings().derandomize else 100
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _small_leaves_count_and_programs_compile_quickly():
-    before = jax.config.jax_disable_most_optimizations
+    before = jax.config.values[FAST_COMPILATION]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jacstore.trace.SMALLEST", 0)
         # Each network is compiled several times and run three times.
-        jax.config.update("jax_disable_most_optimizations", True)
+        jax.config.update(FAST_COMPILATION, True)
         yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    jax.config.update(FAST_COMPILATION, before)
 
 
 # ---------------------------------------------------------------------------------------------------- what is expected
