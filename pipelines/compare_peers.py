@@ -50,6 +50,7 @@ EXAMPLES = {"mlp": 2048, "cnn": 512}
 BLOCKS = {"mlp": (128, 512, 2048), "cnn": (32, 128, 512)}
 # Ways of a peer that the sweep found slower than its fastest by more than this stay out of the rounds.
 NEAR = 2.0
+JACSTORE_PATIENCE = 600.0
 FACTS = (
     "seconds",
     "seconds_measured",
@@ -289,6 +290,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     network = folder / "network.npz"
     write_network(network, given.net, n, given.small)
     children = {tool: Child(i, SCRIPTS[tool], network, memory) for tool, i in interpreters.items() if i}
+    # The others are compared with jacstore's kernel, which is not made in steps that could be stopped.
+    children["jacstore"].patience = JACSTORE_PATIENCE
     kept = given.out / f"peers-{given.net}{'-small' if given.small else ''}.csv"
     comparison = Comparison(children=children, folder=folder, memory=memory, measured=read_sweep(kept, given.net, n))
     known = {m.setting for m in comparison.measured}
@@ -306,6 +309,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         comparison.run(fresh, "sweep", 1, given.sweep_seconds)
         comparison.measured.sort(key=lambda m: wanted.index(m.setting))
         finals = comparison.finals()
+        if not finals or finals[0].tool != "jacstore":
+            raise Refused(
+                f"jacstore itself failed ({comparison.measured[0].remark}); give more --memory, or fewer --examples"
+            )
         for number in range(1, given.rounds + 1):
             comparison.run(finals, "round", number, given.seconds)
     finally:

@@ -180,12 +180,11 @@ def test_a_peer_out_of_time_is_extrapolated_from_the_blocks_it_finished(tmp_path
     assert np.isnan(np.load(tmp_path / "kernel.npy")).sum() == 144 - 16
 
 
-def test_a_peer_that_crashes_or_never_answers_is_recorded_as_such(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(child, "PATIENCE", 0.5)
+def test_a_peer_that_crashes_or_never_answers_is_recorded_as_such(tmp_path: Path) -> None:
     for program, said in (("raise SystemExit(7)", "exit status 7"), ("input(); input()", "not one block within")):
         script = tmp_path / "script.py"
         script.write_text(program)
-        tool = child.Child(sys.executable, str(script), tmp_path / "network.npz", 10**9)
+        tool = child.Child(sys.executable, str(script), tmp_path / "network.npz", 10**9, patience=0.5)
         assert said in tool.ask({"seconds": 0.1})["failed"]
 
 

@@ -68,15 +68,16 @@ class Measured:
 class Child:
     """A tool in its own interpreter, asked by lines of JSON; started again when it died."""
 
-    def __init__(self, interpreter: str, script: str, network: Path, memory: int) -> None:
+    def __init__(self, interpreter: str, script: str, network: Path, memory: int, patience: float = PATIENCE) -> None:
         self.command = [interpreter, str(SCRIPTS / script), str(network), "--memory", str(memory)]
+        self.patience = patience
         self.process: subprocess.Popen[str] | None = None
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """The answer, or what kept it from coming."""
         process = self.process = self.process or self._start()
         assert process.stdin is not None and process.stdout is not None
-        limit = max(PATIENCE, GIVE_UP * request["seconds"])
+        limit = max(self.patience, GIVE_UP * request["seconds"])
         line = ""
         try:
             print(json.dumps(request), file=process.stdin, flush=True)
