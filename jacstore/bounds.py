@@ -81,9 +81,20 @@ def product_bound(precision: str, engine: str, n_columns: int) -> float:
 
     A product is summed in its own type over so many columns; the roundings of a long sum are as good as random.
     """
-    unit = ROUNDOFF["float64" if precision == "float64" else "float32"]
+    unit, depth = _unit_and_depth(precision, engine, n_columns)
+    return unit * (8 + 2 * math.sqrt(depth))
+
+
+def squares_bound(precision: str, engine: str, n_columns: int) -> float:
+    """The same for a kernel's diagonal: sums of squares only grow, so that their roundings may all be to one side."""
+    unit, depth = _unit_and_depth(precision, engine, n_columns)
+    return unit * (8 + depth)
+
+
+def _unit_and_depth(precision: str, engine: str, n_columns: int) -> tuple[float, int]:
+    """Roundoff of products and how many of them are summed one after the other in their own type."""
     depth = SUM_DEPTH[engine] if precision != "float64" else max(SUM_DEPTH[engine], n_columns // SLAB_COLUMNS)
-    return unit * (8 + 2 * math.sqrt(min(depth, max(n_columns, 1))))
+    return ROUNDOFF["float64" if precision == "float64" else "float32"], min(depth, max(n_columns, 1))
 
 
 def rounding_error(dtype: str, rounding: Mapping[str, Any]) -> tuple[float, float]:

@@ -19,7 +19,7 @@ from jacstore.bounds import (
     compute_dtype,
     lost_to_underflow,
     norm_bound,
-    product_bound,
+    squares_bound,
     squared_magnitudes,
 )
 from jacstore.contraction import squared_norms
@@ -133,7 +133,7 @@ class Diagonal:
 
     def __init__(self, store: JacobianStore, kernel: Kernel) -> None:
         self.store, self.plan, self.by_leaf = store, kernel.plan, bool(kernel.leaves)
-        self.more = product_bound(kernel.precision, kernel.engine, store.n_parameters) + ROUNDOFF[kernel.dtype.name]
+        self.more = squares_bound(kernel.precision, kernel.engine, store.n_parameters) + ROUNDOFF[kernel.dtype.name]
         if kernel.rounded_to:
             self.more += 2 * ROUNDOFF[kernel.rounded_to]
         factored = any(not leaf.dense for leaf in store.leaves)

@@ -129,7 +129,7 @@ NEIGHBOURS = {
     "store": {"blocks", "hierarchy"},
     "writer": {"blocks", "hierarchy", "store"},
     "kernel": {"hierarchy"},
-    "torch_layers": {"torch_network", "trace"},
+    "torch_layers": {"torch_network"},
     "unit": {"jacobian"},
     "cluster": {"item"},
     "assembly": {"cluster", "item", "lazy"},
@@ -344,7 +344,7 @@ def test_a_process_that_assembles_never_loads_jax() -> None:
 
 def test_torch_is_imported_only_by_its_own_modules() -> None:
     users = {module for module in modules() for found in of(module) if found.name.partition(".")[0] == "torch"}
-    assert users == {"torch", "torch_layers", "torch_network"}
+    assert users == {"torch", "torch_layers", "torch_network", "torch_pass", "torch_terms"}
 
 
 def test_the_plan_is_arithmetic_alone() -> None:
