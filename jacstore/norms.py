@@ -19,8 +19,8 @@ from jacstore.bounds import (
     compute_dtype,
     lost_to_underflow,
     norm_bound,
-    squares_bound,
     squared_magnitudes,
+    squares_bound,
 )
 from jacstore.contraction import squared_norms
 from jacstore.errors import Damaged
