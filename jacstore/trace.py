@@ -571,7 +571,11 @@ class _Finder:
             if not leaf.pending:
                 continue
             try:
-                leaf.terms = [self._tied(layers, *pending) for pending in leaf.pending]
+                tied = [self._tied(layers, *pending) for pending in leaf.pending]
+                # Products of sums go group by group, and their rows channel by channel.
+                if len({(core.cotangents.shape[0], core.cotangents.shape[2]) for core in tied}) > 1:
+                    raise _Stop("layers that group its entries in unlike ways")
+                leaf.terms = tied
             except _Stop as stop:
                 leaf.why = str(stop)
 
@@ -660,7 +664,7 @@ def _pairable(cores: list[_Core]) -> bool:
             (c.views, c.cotangents.shape[0], c.cotangents.shape[2], c.inputs and c.inputs.shape[2]) for c in cores
         }
         return len(blocks) == 1
-    geometry = [(core.views, core.geometry, core.inputs and core.inputs.shape[1:]) for core in cores]
+    geometry = [(core.views, core.geometry, core.inputs and core.inputs.shape) for core in cores]
     return all(entry == geometry[0] for entry in geometry)
 
 

@@ -86,6 +86,30 @@ def tied_weights(draw):
     return apply, params, normal(4, 16)
 
 
+def bias_shared_by_experts(draw):
+    """One bias of a layer whose entries stand side by side, and of experts that each have their own."""
+    params = {"w": draw(5, 12), "v": draw(3, 4, 4), "b": draw(12)}
+
+    def apply(params, x):
+        each = jnp.tanh(x @ params["w"] + params["b"]).reshape(2, 3, 4).transpose(1, 0, 2)
+        return three(jnp.einsum("etd,edf->etf", each, params["v"]) + params["b"].reshape(3, 1, 4))
+
+    return apply, params, normal(4, 2, 5)
+
+
+def filter_on_one_and_two_images(draw):
+    def apply(params, x):
+        def layer(images):
+            return jax.lax.conv_general_dilated(
+                images, params["w"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
+
+        y = jnp.tanh(layer(x[None]))[0]
+        return three(layer(jnp.stack([y, 2 * y])))
+
+    return apply, {"w": draw(3, 3, 16, 16)}, normal(3, 3, 3, 16)
+
+
 def embedding(draw):
     params = {"table": draw(50, 6), "w": draw(6, 8)}
     return (
@@ -174,6 +198,8 @@ NETWORKS = {
     "ntk parameterisation": (ntk_parameterisation, "dot dot dot dot"),
     "experts, einsum with a batch": (experts, "dot dot"),
     "tied weights": (tied_weights, "dot+dot dot+dot"),
+    "bias shared by experts": (bias_shared_by_experts, "dense dot dot"),
+    "filter on one and two images": (filter_on_one_and_two_images, "dense"),
     "embedding, ids out of bounds": (embedding, "index dense"),
     "tied embedding": (tied_embedding, "dot+index"),
     "attention": (attention, "dot dot dense dense dot dot dot dot dot"),
