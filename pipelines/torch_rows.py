@@ -106,7 +106,9 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--out", type=Path, default=Path("torch-run"))
     parser.add_argument("--small", action="store_true", help="toy sizes")
     given = parser.parse_args(arguments)
-    table = []
+    head = f"{'net':5} {'P':>10} {'stored':>10} {'as rows':>10} {'less':>6}"
+    print(f"{head} {'ex/s':>8} {'jacrev':>8} {'faster':>7} {'error':>8}")
+    table: list[dict[str, Any]] = []
     for name in given.nets:
         module, x = network(name, given.examples, given.small)
         out = given.out / f"{name}.jac"
@@ -133,23 +135,21 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
                 "factored": [leaf.path for leaf in store.leaves if leaf.dense is None],
             }
         )
-    show(table)
+        show(table[-1])
     print(json.dumps(table))
     return table
 
 
-def show(table: list[dict[str, Any]]) -> None:
-    """The table for people."""
-    head = f"{'net':5} {'P':>10} {'stored':>10} {'as rows':>10} {'less':>6}"
-    print(f"{head} {'ex/s':>8} {'jacrev':>8} {'faster':>7} {'error':>8}")
-    for row in table:
-        less = row["bytes_dense"] / row["bytes_stored"]
-        faster = row["examples_per_second"] / row["jacrev_per_second"]
-        print(
-            f"{row['net']:5} {row['parameters']:10,} {format_size(row['bytes_stored']):>10} "
-            f"{format_size(row['bytes_dense']):>10} {less:5.1f}x {row['examples_per_second']:8.1f} "
-            f"{row['jacrev_per_second']:8.1f} {faster:6.1f}x {row['largest_row_error']:8.1e}"
-        )
+def show(row: dict[str, Any]) -> None:
+    """One line for people."""
+    less = row["bytes_dense"] / row["bytes_stored"]
+    faster = row["examples_per_second"] / row["jacrev_per_second"]
+    print(
+        f"{row['net']:5} {row['parameters']:10,} {format_size(row['bytes_stored']):>10} "
+        f"{format_size(row['bytes_dense']):>10} {less:5.1f}x {row['examples_per_second']:8.1f} "
+        f"{row['jacrev_per_second']:8.1f} {faster:6.1f}x {row['largest_row_error']:8.1e}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":
