@@ -61,7 +61,7 @@ class Run:
         self.figures: dict[str, Any] = {"minutes": seconds / 60, "small": small}
         self.skipped: dict[str, str] = {}
         self.failed: list[str] = []
-        self.section, self.section_ends = "", self.ends
+        self.section, self.section_ends = "start", self.ends
         self._said = threading.Lock()
 
     def left(self) -> float:
@@ -73,7 +73,8 @@ class Run:
         return self.left() <= 0
 
     def do(self, name: str, work: Callable[[Run], dict[str, Any]], needs: float, most: float) -> None:
-        """Run a section if `needs` seconds are left, for at most `most`."""
+        """Run a section if `needs` seconds are left, for at most `most` of 5 minutes, in proportion of others."""
+        most *= self.figures["minutes"] / 5
         remaining = self.ends - MARGIN - time.perf_counter()
         if remaining < needs:
             self.skipped[name] = f"{remaining:.0f} s left, it needs {needs:.0f}"
