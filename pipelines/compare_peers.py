@@ -37,7 +37,7 @@ import headline
 from common import leave, table
 from jacstore.errors import Refused
 from jacstore.machine import available_memory, format_size, parse_size
-from peers.child import Child, Measured, Setting, check_kernel
+from peers.child import PATIENCE, Child, Measured, Setting, check_kernel
 
 TOOLS = ("jacstore", "neural-tangents", "torch.func")
 SCRIPTS = {"jacstore": "with_jacstore.py", "neural-tangents": "with_neural_tangents.py", "torch.func": "with_torch.py"}
@@ -289,9 +289,15 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(prefix="compare-peers-"))
     network = folder / "network.npz"
     write_network(network, given.net, n, given.small)
-    children = {tool: Child(i, SCRIPTS[tool], network, memory) for tool, i in interpreters.items() if i}
     # The others are compared with jacstore's kernel, which is not made in steps that could be stopped.
-    children["jacstore"].patience = JACSTORE_PATIENCE
+    patience = {
+        tool: max(given.patience, JACSTORE_PATIENCE) if tool == "jacstore" else given.patience for tool in TOOLS
+    }
+    children = {
+        tool: Child(found, SCRIPTS[tool], network, memory, patience[tool])
+        for tool, found in interpreters.items()
+        if found
+    }
     kept = given.out / f"peers-{given.net}{'-small' if given.small else ''}.csv"
     comparison = Comparison(children=children, folder=folder, memory=memory, measured=read_sweep(kept, given.net, n))
     known = {m.setting for m in comparison.measured}

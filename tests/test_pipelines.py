@@ -171,7 +171,7 @@ def test_peers_compute_the_kernel_that_jacstore_does(tmp_path: Path, option: str
     interpreter = os.environ.get(PEERS[option])
     if not interpreter:
         pytest.skip(f"{PEERS[option]} names no interpreter")
-    words = ("--small", "--net", net, "--rounds", "1", "--out", str(tmp_path), option, interpreter)
+    words = ("--small", "--net", net, "--rounds", "1", "--patience", "900", "--out", str(tmp_path), option, interpreter)
     figures = json.loads(run(tmp_path, str(ROOT / "pipelines" / "compare_peers.py"), *words).splitlines()[-1])
     theirs = [row for row in figures["rows"] if row["tool"] != "jacstore"]
     assert {row["way"] for row in theirs} == set(compare_peers.WAYS[theirs[0]["tool"]])

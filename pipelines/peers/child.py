@@ -20,7 +20,8 @@ from jacstore.errors import Damaged
 SCRIPTS = Path(__file__).resolve().parent
 # Rounding of float32 sums of 10^6 products, in another order in each tool.
 TOLERANCE = 4e-6
-# A step that does not end, or a program that does not compile, is given up after this many times the limit, at least:
+# A step that does not end, or a program that does not compile, is given up after this many times the limit, but
+# not before so many seconds.
 GIVE_UP, PATIENCE = 4, 30.0
 
 
