@@ -271,6 +271,9 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--memory", help="what each tool may allocate, such as 14GB; default two thirds of what is free"
     )
+    parser.add_argument(
+        "--patience", type=float, default=PATIENCE, help="seconds after which a peer that finished no block is given up"
+    )
     parser.add_argument("--out", type=Path, default=Path("peers-run"))
     parser.add_argument("--small", action="store_true", help="tiny networks, 16 examples")
     return parser.parse_args(arguments)
