@@ -129,7 +129,7 @@ def test_a_section_that_cannot_be_interrupted_does_not_outlast_the_run(tmp_path:
         f"sys.path.insert(0, {str(ROOT / 'pipelines')!r})",
         "import device_check",
         "device_check.MARGIN = 0",
-        "checks = device_check.Run(1, small=True)",
+        "checks = device_check.Run(3, small=True)",
         "checks.watch()",
         "checks.do('compiles', lambda run: threading.Event().wait(), needs=0, most=300)",
     )
