@@ -21,7 +21,6 @@ FLOORS = {
         "machine",
         "files",
         "report",
-        "schema",
     ),
     2: (
         "blame",
@@ -57,7 +56,6 @@ FLOORS = {
         "engine",
         "engine_xla",
         "codec",
-        "attributes",
         "hierarchy",
         "store",
         "writer",
@@ -115,7 +113,6 @@ FLOOR = {module: floor for floor, modules in FLOORS.items() for module in module
 NEIGHBOURS = {
     "files": {"errors", "machine"},
     "machine": {"errors"},
-    "schema": {"errors"},
     "pytrees": {"blame"},
     "inputs": {"blame", "pytrees"},
     "parameters": {"blame", "pytrees"},
@@ -129,10 +126,9 @@ NEIGHBOURS = {
     "term_products": {"terms"},
     "steps": {"plan", "terms"},
     "expansion": {"plan", "terms"},
-    "attributes": {"blocks", "engine"},
-    "store": {"attributes", "blocks", "hierarchy"},
-    "writer": {"attributes", "blocks", "hierarchy", "store"},
-    "kernel": {"attributes", "hierarchy"},
+    "store": {"blocks", "hierarchy"},
+    "writer": {"blocks", "hierarchy", "store"},
+    "kernel": {"hierarchy"},
     "torch_layers": {"torch_network"},
     "unit": {"jacobian"},
     "cluster": {"item"},
@@ -188,7 +184,6 @@ LATE_ANYWHERE = {"__init__", "cli", "testing"}
 FREE = {"__init__", "testing"}
 WITHOUT_JAX = (
     "assembly",
-    "attributes",
     "attribution",
     "checkpoints",
     "cluster",
@@ -222,7 +217,6 @@ WITHOUT_JAX = (
     "regression",
     "rounding",
     "sample_files",
-    "schema",
     "shifted",
     "solve",
     "store",
