@@ -286,6 +286,7 @@ def test_issue30_stores_convolutions_as_rows_and_dense_layers_by_factors():
     assert sum(leaf.size for leaf in leaves) == 2_551_553
 
 
+@pytest.mark.slow
 def test_issue30_says_what_the_whole_run_takes(tmp_path, capsys):
     words = ["--examples", "3", "--size", "64", "--checked", "3", "--memory", "2GB", "--out", str(tmp_path)]
     figures = issue30.main(words)
@@ -298,6 +299,7 @@ def test_issue30_says_what_the_whole_run_takes(tmp_path, capsys):
     assert "conv4/weight" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("outputs", "layers"), [pytest.param("loglik", 2, marks=pytest.mark.slow), ("logits", 1)])
 def test_the_transformers_kernel_is_exact_and_its_table_is_looked_up_and_multiplied(tmp_path, outputs, layers):
     words = [

@@ -253,7 +253,7 @@ def assert_kernels(store, rows, limit, **options):
     return kernel
 
 
-@pytest.mark.parametrize("outputs", ["all", "sum"])
+@pytest.mark.parametrize("outputs", ["all", pytest.param("sum", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_rows_and_kernels_are_those_of_jacrev(name, outputs):
     problem = tiny(name, outputs=outputs)
