@@ -68,6 +68,7 @@ def test_bench_gram_compares_with_bare_blas_in_one_run(tmp_path: Path) -> None:
     assert all(figures[key] > 0 for key in ("bare", "arithmetic", "gram"))
 
 
+@pytest.mark.slow
 def test_bench_build_compares_with_device_and_disk_in_one_run(tmp_path: Path) -> None:
     words = ("--examples", "20", "--widths", "30", "20", "5", "--rounds", "1", "--memory", "500MB")
     figures = json.loads(run(tmp_path, str(ROOT / "pipelines" / "bench_build.py"), *words).splitlines()[-1])
@@ -85,6 +86,7 @@ def test_the_cells_of_a_notebook_run_in_order(tmp_path: Path, notebook: Path) ->
     assert any(cell["outputs"] for cell in cells if cell["cell_type"] == "code"), "save it with its outputs"
 
 
+@pytest.mark.slow
 def test_headline_reads_factors_once_and_agrees_with_plain_gradients(tmp_path):
     figures = headline.main(["--examples", "40", "--outputs", "all", "--memory", "2GB", "--out", str(tmp_path)])
     assert figures["passes"] == 1 and figures["largest_error"] <= 1e-6

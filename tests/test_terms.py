@@ -269,7 +269,14 @@ def test_rows_and_kernels_are_those_of_jacrev(name, outputs):
 
 
 @pytest.mark.parametrize(
-    "name", ["mlp", "experts, einsum with a batch", "tied weights", "tied embedding", "conv, groups"]
+    "name",
+    [
+        "mlp",
+        "experts, einsum with a batch",
+        "tied weights",
+        "tied embedding",
+        pytest.param("conv, groups", marks=pytest.mark.slow),
+    ],
 )
 def test_every_mode_with_every_engine(name):
     problem = tiny(name)
