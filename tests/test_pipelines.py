@@ -102,7 +102,7 @@ def test_device_check_runs_small_and_its_checks_hold(tmp_path: Path) -> None:
     assert figures["factored"]["passes"] == figures["dense"]["passes"] == 1
     # What the guard would find if products were of 16 bits.
     errors = figures["tf32"]["largest_errors"]
-    assert errors["fast"] > 10 * device_check.SPOILED > 10 * errors["dense"]
+    assert errors["fast"] > 5 * device_check.SPOILED > 50 * errors["dense"]
 
 
 def test_sections_without_time_are_skipped_and_what_ends_one_leaves_the_others() -> None:
