@@ -102,7 +102,7 @@ def test_device_check_runs_small_and_its_checks_hold(tmp_path: Path) -> None:
     assert figures["factored"]["passes"] == figures["dense"]["passes"] == 1
     # What the guard would find if products were of 16 bits.
     errors = figures["tf32"]["largest_errors"]
-    assert errors["fast"] > 5 * device_check.SPOILED > 50 * errors["dense"]
+    assert errors["fast"] > 10 * device_check.SPOILED > 10 * errors["dense"]
 
 
 def test_sections_without_time_are_skipped_and_what_ends_one_leaves_the_others() -> None:
@@ -345,5 +345,4 @@ def test_expected_errors_of_each_stored_type_hold_and_are_not_far_too_large(tmp_
     words = ["--data", str(tmp_path / "data.npz"), "--examples", "12", "--nets", "mlp", "--memory", "1GB"]
     rows = precision.main(words)
     assert len(rows) == len(precision.ROWS)
-    # Twelve examples have few entries, and the largest of few errors is small; 30 holds at the pipeline's own size.
-    assert all(1 <= row["ratio"] <= 60 and row["expected"] <= row["worst"] for row in rows), rows
+    assert all(1 <= row["ratio"] <= 30 and row["expected"] <= row["worst"] for row in rows), rows
