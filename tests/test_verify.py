@@ -18,6 +18,7 @@ import jacstore
 import jacstore.files
 import jacstore.item
 from jacstore import Problem, StoreWriter, build, gram, verify
+from jacstore.bounds import squares_bound
 from jacstore.errors import Damaged, Refused
 from jacstore.kernel_checks import lanczos
 from jacstore.pieces import FileEncoder
@@ -544,3 +545,11 @@ def test_every_promise_of_the_readme_names_a_test_that_there_is():
     promises = [line for line in section.splitlines() if line.startswith("| ")][1:]
     assert len(promises) >= 10 and all("`test_" in line for line in promises)
     assert named and set(named) <= defined
+
+
+def test_squares_that_are_summed_one_after_the_other_stay_within_the_bound_of_a_diagonal():
+    draw = np.random.default_rng(0)
+    for value in draw.uniform(0.5, 1, 200).astype(np.float32):
+        squares = np.full(4096, value * value)
+        off = abs(float(np.cumsum(squares)[-1]) / float(squares.sum(dtype=np.float64)) - 1)
+        assert off <= squares_bound("float32", "xla", 4096)
