@@ -342,7 +342,7 @@ def test_expected_errors_of_each_stored_type_hold_and_are_not_far_too_large(tmp_
     arrays = {f"x_{part}": digits.astype(np.uint8) for part in ("train", "test")}
     labels = {f"y_{part}": rng.integers(0, 10, size=40, dtype=np.uint8) for part in ("train", "test")}
     np.savez(tmp_path / "data.npz", **arrays, **labels)
-    words = ["--data", str(tmp_path / "data.npz"), "--examples", "12", "--nets", "mlp", "--memory", "1GB"]
+    words = ["--data", str(tmp_path / "data.npz"), "--examples", "30", "--nets", "mlp", "--memory", "1GB"]
     rows = precision.main(words)
     assert len(rows) == len(precision.ROWS)
     assert all(1 <= row["ratio"] <= 30 and row["expected"] <= row["worst"] for row in rows), rows
