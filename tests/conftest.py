@@ -1,7 +1,31 @@
-"""The same examples in every run, so that a landing is judged alike twice; `--hypothesis-profile random` explores."""
+"""In: settings of a test run. Out: the same examples in every run, and programs that are compiled once.
 
+A landing is judged alike twice; `--hypothesis-profile random` explores.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+import pytest
 from hypothesis import settings
+
+# Workers side by side share the cores: more BLAS threads than cores wait for each other, spinning.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 settings.register_profile("fixed", derandomize=True, database=None)
 settings.register_profile("random", derandomize=False)
 settings.load_profile("fixed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let all workers and the commands that tests start take over what one of them has compiled."""
+    if hasattr(config, "workerinput"):
+        return
+    compiled = tempfile.TemporaryDirectory(prefix="jacstore-compiled-", ignore_cleanup_errors=True)
+    config.add_cleanup(compiled.cleanup)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
