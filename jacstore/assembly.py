@@ -25,7 +25,7 @@ from jacstore.errors import Damaged, Locked, Refused
 from jacstore.files import Files, Folder
 from jacstore.item import Work, common_dtype, finish_group, make_engine, partial_name, repair_tiles
 from jacstore.kernel import FACTORS, LEAVES, WHOLE, Kernel, expected_bytes, layouts
-from jacstore.lazy import as_store, check_mode, default_precision, refuse_unlike
+from jacstore.lazy import as_store, check_mode, default_precision, made_alike, refuse_unlike
 from jacstore.ledger import Lock, compare_requested, record_name, sweep
 from jacstore.machine import format_size, parse_size
 from jacstore.plan import GramPlan, block_shape, plan_gram
@@ -248,7 +248,7 @@ class _Job:
         memory = self.memory - self._memory_held()
         parts = self.part[1]
         # Leaves that the two stores hold by different terms can only be compared as rows.
-        alike = self.cols is None or _made_alike(self.rows, self.cols)
+        alike = self.cols is None or made_alike(self.rows, self.cols)
         stores = [s for s in (self.rows, self.cols) if s is not None]
         steps = (
             plan_steps(
@@ -522,12 +522,6 @@ class _Job:
             seconds = time.perf_counter() - started
         depth = width * (plan.n_outputs if plan.mode == "trace" else 1)
         return 2 * int(np.prod(shape)) * depth / seconds, read
-
-
-def _made_alike(rows: JacobianStore, cols: JacobianStore) -> bool:
-    """Whether two stores hold the same leaves by the same terms of the same operands."""
-    terms = [[leaf.terms for leaf in store.leaves] for store in (rows, cols)]
-    return terms[0] == terms[1] and rows.operands == cols.operands
 
 
 def _relative(store: str, kernel: str) -> str:

@@ -48,7 +48,8 @@ def requested(
 
 def _text(jaxpr: ClosedJaxpr) -> str:
     """The program without addresses of functions, which differ from process to process."""
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", str(jaxpr))
+    # Without colours, which JAX prints on terminals and in notebooks: a run continues wherever its output goes.
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", jaxpr.pretty_print(use_color=False))
 
 
 def same_program(a: ClosedJaxpr, b: ClosedJaxpr) -> bool:

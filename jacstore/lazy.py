@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,16 @@ import dask.array as da
 import numpy as np
 
 from jacstore import hierarchy
-from jacstore.engine import BlasEngine
+from jacstore.engine import BlasEngine, symmetrize
 from jacstore.errors import Mismatch, Refused
-from jacstore.plan import MODES, SLAB_COLUMNS, block_shape
+from jacstore.expansion import expanded_slabs
+from jacstore.factors import FactorSet
+from jacstore.plan import MODES, SLAB_COLUMNS, Step, block_shape
+from jacstore.steps import plan_steps
 from jacstore.store import JacobianStore, open_store
 from jacstore.views import resolve
+
+Side = tuple[JacobianStore, int, int]  # a store, and the range of its examples
 
 
 def lazy_kernel(
@@ -26,8 +33,8 @@ def lazy_kernel(
 ) -> da.Array:
     """A kernel that is not stored: a lazy Dask array whose tiles are computed from the store when asked for.
 
-    Each tile reads the rows of its examples, so a whole pass over the array reads the store many times: this is for
-    kernels larger than any disk, of which some tiles are wanted.
+    Each tile reads what is stored of its examples, so a whole pass over the array reads the store many times: this is
+    for kernels larger than any disk, of which some tiles are wanted. Factors are multiplied as `gram` does it.
 
     Parameters
     ----------
@@ -43,7 +50,7 @@ def lazy_kernel(
     if cols is not None:
         cols.require_complete()
         refuse_unlike(rows, cols)
-    view = _ComputedKernel(rows, cols or rows, mode, precision or default_precision(rows, cols))
+    view = _ComputedKernel(rows, cols or rows, mode, precision or default_precision(rows, cols), tile)
     chunks = block_shape(mode, tile, tile, rows.n_outputs)
     name = f"jacstore-lazy-{hierarchy.short_hash([rows.identity(), (cols or rows).identity(), mode, tile, precision])}"
     return da.from_array(view, chunks=chunks, name=name, asarray=False)
@@ -52,11 +59,19 @@ def lazy_kernel(
 class _ComputedKernel:
     """A kernel as an array-like for Dask whose blocks are computed from the stores."""
 
-    def __init__(self, rows: JacobianStore, cols: JacobianStore, mode: str, precision: str) -> None:
-        self.rows, self.cols, self.mode, self.precision = rows, cols, mode, precision
+    def __init__(self, rows: JacobianStore, cols: JacobianStore, mode: str, precision: str, tile: int) -> None:
+        self.rows, self.cols, self.mode, self.precision, self.tile = rows, cols, mode, precision, tile
         self.shape = block_shape(mode, rows.n_examples, cols.n_examples, rows.n_outputs)
         self.ndim = len(self.shape)
         self.dtype = np.dtype("float64")
+        alike = made_alike(rows, cols)
+        self.steps = plan_steps(rows.leaves, rows.operands, rows.n_outputs, tile, mode) if alike else ()
+        self.runs = _runs(rows, factored=not alike)
+        # Blocks that Dask asks for together would set the number of BLAS threads for each other.
+        self.turn = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_ComputedKernel, (self.rows, self.cols, self.mode, self.precision, self.tile))
 
     def __getitem__(self, index: Any) -> np.ndarray:
         spans, within = resolve(index, self.shape)
@@ -74,21 +89,61 @@ class _ComputedKernel:
         return picked
 
     def _block(self, rows: tuple[int, int], cols: tuple[int, int]) -> np.ndarray:
-        """The kernel between two ranges of examples, streamed over columns."""
+        """The kernel between two ranges of examples, factored leaves first, then columns of rows."""
         engine = BlasEngine(self.precision)
-        m, n, k = rows[1] - rows[0], cols[1] - cols[0], self.rows.n_outputs
-        total = engine.zeros(block_shape(self.mode, m, n, k))
-        width = max(1, SLAB_COLUMNS // self.rows.side.piece_columns) * self.rows.side.piece_columns
-        same = self.rows is self.cols and rows == cols
-        for a in range(0, self.rows.n_parameters, width):
-            b = min(a + width, self.rows.n_parameters)
-            left = np.empty((m, k, b - a), engine.slab_dtype)
-            self.rows.read_rows(*rows, a, b, left)
-            right = left if same else np.empty((n, k, b - a), engine.slab_dtype)
-            if not same:
-                self.cols.read_rows(*cols, a, b, right)
-            engine.add(self.mode, total, left, slice(0, m), right, slice(0, n), slice(0, b - a))
-        return total
+        # One side where both are the same.
+        sides = list(dict.fromkeys([(self.rows, *rows), (self.cols, *cols)]))
+        total = engine.zeros(block_shape(self.mode, rows[1] - rows[0], cols[1] - cols[0], self.rows.n_outputs))
+        with self.turn:
+            for step in self.steps:
+                self._add_factors(engine, total, step, sides)
+            width = max(1, SLAB_COLUMNS // self.rows.side.piece_columns) * self.rows.side.piece_columns
+            for first, last in self.runs:
+                for a in range(first, last, width):
+                    b = min(a + width, last)
+                    slabs = [np.empty((n - m, store.n_outputs, b - a), engine.slab_dtype) for store, m, n in sides]
+                    for (store, m, n), slab in zip(sides, slabs, strict=True):
+                        store.read_rows(m, n, a, b, slab)
+                    self._add_slabs(engine, total, slabs)
+        # Factors of examples with themselves are multiplied in pairs i <= j alone.
+        return symmetrize(self.mode, total) if len(sides) == 1 else total
+
+    def _add_factors(self, engine: BlasEngine, total: np.ndarray, step: Step, sides: Sequence[Side]) -> None:
+        """Add products of leaves that share factors, each factor read once."""
+        leaves = self.rows.leaves
+        names = dict.fromkeys(name for index in step.leaves for name in leaves[index].operands)
+        read = [{name: store.read_operand(name, a, b, engine.factor_dtype) for name in names} for store, a, b in sides]
+        implicit = [leaves[index] for index in step.leaves if index not in step.expanded]
+        if implicit:
+            sets = [FactorSet(implicit, operands) for operands in read]
+            spans = [slice(0, factors.n_examples) for factors in sets]
+            engine.add_factors(self.mode, total, sets[0], spans[0], sets[-1], spans[-1])
+        for index in step.expanded:
+            for slabs in expanded_slabs(leaves[index], read, SLAB_COLUMNS, patches_kept=False):
+                self._add_slabs(engine, total, slabs)
+
+    def _add_slabs(self, engine: BlasEngine, total: np.ndarray, slabs: Sequence[np.ndarray]) -> None:
+        left, right = slabs[0], slabs[-1]
+        engine.add(self.mode, total, left, slice(0, len(left)), right, slice(0, len(right)), slice(0, left.shape[2]))
+
+
+def _runs(store: JacobianStore, factored: bool) -> list[tuple[int, int]]:
+    """Ranges of columns whose rows are formed: all, or those that are stored as rows."""
+    runs: list[tuple[int, int]] = []
+    for leaf in store.leaves:
+        if not leaf.size or not (leaf.dense or factored):
+            continue
+        if runs and runs[-1][1] == leaf.offset:
+            runs[-1] = (runs[-1][0], leaf.offset + leaf.size)
+        else:
+            runs.append((leaf.offset, leaf.offset + leaf.size))
+    return runs
+
+
+def made_alike(rows: JacobianStore, cols: JacobianStore) -> bool:
+    """Whether two stores hold the same leaves by the same terms of the same operands."""
+    terms = [[leaf.terms for leaf in store.leaves] for store in (rows, cols)]
+    return terms[0] == terms[1] and rows.operands == cols.operands
 
 
 def default_precision(rows: JacobianStore, cols: JacobianStore | None) -> str:

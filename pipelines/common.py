@@ -6,12 +6,13 @@ neural tangent kernel of the trained network (Jacot et al. 2018, arXiv:1806.0757
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -35,6 +36,7 @@ Apply = Callable[[Params, Any], Any]
 LEADING = 50  # eigenvalues that the figure shows
 DRAWN = 1000  # examples that it shows at most, evenly picked
 CHECKED = 200  # kernel entries compared with float64
+REFITTED = 1e-6  # how far leave-one-out may be from refitting, relative to the largest target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,25 @@ class Settings:
     batch: int = 32
     rate: float = 2e-3
     seed: int = 0
+
+
+# ---- data ----
+
+
+def generated(examples: int, test_examples: int, seed: int = 0) -> Data:
+    """Return images `(28, 28)` in [0, 1] of ten blotches, each moved by up to three pixels and with noise on it."""
+    rng = np.random.default_rng(seed)
+    blotches = np.kron(rng.random((10, 7, 7)) < 0.35, np.ones((4, 4)))
+    count = examples + test_examples
+    labels = rng.integers(10, size=count)
+    moved = [np.roll(blotches[label], rng.integers(-3, 4, size=2), (0, 1)) for label in labels]
+    noisy = np.clip(
+        np.stack(moved) * rng.uniform(0.3, 1, (count, 1, 1)) + 0.3 * rng.standard_normal((count, 28, 28)), 0, 1
+    )
+    images = noisy.astype(np.float32)
+    return Data(
+        train=images[:examples], train_labels=labels[:examples], test=images[examples:], test_labels=labels[examples:]
+    )
 
 
 # ---- training ----
@@ -181,20 +202,27 @@ def pool(x: jax.Array) -> jax.Array:
 # ---- kernel regression ----
 
 
-def leading_eigenvalues(kernel: np.ndarray, count: int = LEADING, rounds: int = 3) -> np.ndarray:
-    """Return the `count` largest eigenvalues in falling order: exactly when small, else by subspace iteration.
+def leading_eigenvalues(kernel: np.ndarray, count: int = LEADING) -> np.ndarray:
+    """Return the `count` largest eigenvalues in falling order: exactly when small, else by subspace iteration."""
+    if len(kernel) <= 20 * count:
+        return scipy.linalg.eigvalsh(kernel)[::-1][:count]
+    return leading_eigenpairs(lambda block: kernel @ block, len(kernel), count)[0]
+
+
+def leading_eigenpairs(
+    multiply: Callable[[np.ndarray], np.ndarray], rows: int, count: int = LEADING, rounds: int = 3
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the `count` largest eigenvalues in falling order and vectors `(rows, count)`, in `rounds + 1` products.
 
     References
     ----------
     Halko, Martinsson, Tropp 2011, arXiv:0909.4061, algorithm 4.4, with twice as many directions as eigenvalues.
     """
-    rows = len(kernel)
-    if rows <= 20 * count:
-        return scipy.linalg.eigvalsh(kernel)[::-1][:count]
-    basis = np.random.default_rng(0).standard_normal((rows, 2 * count))
+    basis = np.random.default_rng(0).standard_normal((rows, min(rows, 2 * count)))
     for _ in range(rounds):
-        basis, _ = np.linalg.qr(kernel @ basis)
-    return scipy.linalg.eigvalsh(basis.T @ (kernel @ basis))[::-1][:count]
+        basis, _ = np.linalg.qr(multiply(basis))
+    values, vectors = scipy.linalg.eigh(basis.T @ multiply(basis))
+    return values[::-1][:count], basis @ vectors[:, ::-1][:, :count]
 
 
 def by_example(kernel: np.ndarray, picked: np.ndarray, examples: int) -> np.ndarray:
@@ -228,6 +256,24 @@ def entry_errors(
     return np.array(errors)
 
 
+def refitting_difference(kernel: np.ndarray, targets: np.ndarray, added: float, examples: int, count: int) -> float:
+    """Leave-one-out by its formula against refitting without each example, with `count` examples in all.
+
+    Returns the largest difference of a prediction relative to the largest target.
+    """
+    k = len(kernel) // examples
+    kernel, targets = kernel[: count * k, : count * k], targets[:count]
+    formula = jacstore.KernelFactor(kernel, added, outputs=k).loo(targets).mean.reshape(count * k, -1)
+    flat, largest = targets.reshape(count * k, -1), 0.0
+    for start in range(0, count * k, k):
+        mine = np.arange(start, start + k)
+        rest = np.delete(np.arange(count * k), mine)
+        damped = kernel[np.ix_(rest, rest)] + added * np.eye(len(rest))
+        refitted = kernel[np.ix_(mine, rest)] @ scipy.linalg.solve(damped, flat[rest], assume_a="pos")
+        largest = max(largest, float(np.abs(refitted - formula[mine]).max()))
+    return largest / float(np.abs(targets).max())
+
+
 # ---- what is shown ----
 
 
@@ -257,6 +303,14 @@ def table(title: str, rows: list[tuple[str, ...]]) -> None:
     for first, *rest in rows:
         cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))]
         print("  " + "  ".join(cells))
+
+
+def write_csv(path: Path, rows: Sequence[Any]) -> None:
+    """Write dataclasses of one kind, a line each."""
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, list(asdict(rows[0])))
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
 
 
 def leaves_table(store: jacstore.JacobianStore) -> None:
@@ -305,11 +359,21 @@ def figure(path: Path, kernel: np.ndarray, labels: np.ndarray, eigenvalues: np.n
 
 
 def run(
-    *, out: Path, settings: Settings, initial: Params, apply: Apply, data: Data, outputs: str, memory: str, ridge: float
+    *,
+    out: Path,
+    settings: Settings,
+    initial: Params,
+    apply: Apply,
+    data: Data,
+    outputs: str,
+    memory: str,
+    ridge: float,
+    refitted: int = 0,
 ) -> dict[str, float]:
     """Train, build both stores, assemble both kernels, regress, print, draw; return the test accuracies.
 
-    Every stage continues what an earlier run in the same folder left.
+    Every stage continues what an earlier run in the same folder left. With `refitted` the training examples are also
+    predicted by leaving each out, and that is compared with refitting on so many.
     """
     times, stem = Times(), settings.data
 
@@ -344,10 +408,22 @@ def run(
         network = predict(apply, params, data.test)
         residuals = targets - predict(apply, params, data.train)
         eigenvalues, added = leading_eigenvalues(kernel), ridge * float(np.trace(kernel)) / len(kernel)
+        if refitted:
+            count = min(refitted, len(data.train))
+            difference = refitting_difference(kernel, targets, added, len(data.train), count)
         del kernel  # the solver takes as much memory
         # The second right-hand side is regression in the model linearised at the trained parameters.
         model = jacstore.KernelRidge(added).fit(train_kernel, np.stack([targets, residuals], -1))
         alone, correction = np.moveaxis(model.predict(test_kernel), -1, 0)
+        left_out = model.factor_.loo(targets).mean if refitted else None
+    if left_out is not None:
+        score = accuracy(left_out, data.train_labels)
+        print(
+            f"leave-one-out: {score:.1%} of the {len(data.train):,} training examples right; largest difference from "
+            f"refitting {count} examples without each {difference:.1e}"
+        )
+        if not difference <= REFITTED:
+            raise SystemExit(f"leave-one-out differs from refitting by {difference:.1e}, allowed {REFITTED:.0e}")
 
     scores = {
         "network": accuracy(network, data.test_labels),

@@ -29,6 +29,9 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         "--examples", type=int, default=500, metavar="N", help="to train on, at most 1200 (%(default)s)"
     )
     parser.add_argument("--memory", default="2GB", metavar="SIZE", help="for build and gram (%(default)s)")
+    parser.add_argument(
+        "--leave-one-out", type=int, default=0, metavar="N", help="also leave-one-out, against refitting on N examples"
+    )
     parser.add_argument("--small", action="store_true", help="tiny sizes, to try that it runs")
     options = parser.parse_args(argv)
     if options.small:
@@ -43,6 +46,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         outputs="all",
         memory=options.memory,
         ridge=RIDGE,
+        refitted=options.leave_one_out,
     )
 
 

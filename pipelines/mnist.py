@@ -32,6 +32,9 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     parser.add_argument("--outputs", choices=("all", "sum"), default="all", help="rows for each example (%(default)s)")
     parser.add_argument("--memory", default="8GB", metavar="SIZE", help="for build and gram (%(default)s)")
     parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help="folder for everything (%(default)s)")
+    parser.add_argument(
+        "--leave-one-out", type=int, default=0, metavar="N", help="also leave-one-out, against refitting on N examples"
+    )
     parser.add_argument("--small", action="store_true", help="tiny sizes, to try that it runs")
     options = parser.parse_args(argv)
     if options.small:
@@ -47,6 +50,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         outputs=options.outputs,
         memory=options.memory,
         ridge=RIDGE,
+        refitted=options.leave_one_out,
     )
 
 
@@ -88,6 +92,11 @@ def mnist(path: Path, examples: int, test_examples: int) -> common.Data:
         test=(parts["x_test"][:test_examples] / 255).astype(np.float32),
         test_labels=parts["y_test"][:test_examples].astype(np.int64),
     )
+
+
+def mnist_or_generated(path: Path | None, examples: int, test_examples: int) -> common.Data:
+    """Return `mnist` of a file, or without one generated images of the same shape."""
+    return common.generated(examples, test_examples) if path is None else mnist(path, examples, test_examples)
 
 
 def mlp_initial(seed: int) -> common.Params:

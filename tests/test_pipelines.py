@@ -18,6 +18,8 @@ import device_check
 import headline
 import issue30
 import jacstore
+import layerwise
+import mnist_all_outputs
 import precision
 import transformer
 from jacstore.errors import Damaged, Interrupted
@@ -29,8 +31,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(folder: Path, *words: str) -> str:
-    """Standard output of a Python command in a folder."""
-    environment = {**os.environ, "MPLBACKEND": "agg"}
+    """Standard output of a Python command in a folder; notebooks take few examples."""
+    environment = {**os.environ, "MPLBACKEND": "agg", "NOTEBOOK_EXAMPLES": "30"}
     command = [sys.executable, *words]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -42,7 +44,8 @@ def test_digits_prints_accuracies_and_draws_a_figure_and_a_rerun_reuses_everythi
     assert "kernel ridge regression on its NTK" in first
     assert "random kernel entries against float64" in first
     assert (tmp_path / "run" / "digits.png").stat().st_size > 10_000
-    second = run(tmp_path, str(ROOT / "pipelines" / "digits.py"), "--small", "--out", "run")
+    second = run(tmp_path, str(ROOT / "pipelines" / "digits.py"), "--small", "--out", "run", "--leave-one-out", "9")
+    assert "refitting 9 examples without each" in second
     assert second.count(" 0 computed") == 4
 
 
@@ -84,6 +87,36 @@ def test_the_cells_of_a_notebook_run_in_order(tmp_path: Path, notebook: Path) ->
     script.write_text(source)
     run(tmp_path, str(script))
     assert any(cell["outputs"] for cell in cells if cell["cell_type"] == "code"), "save it with its outputs"
+
+
+@pytest.mark.parametrize("net", ["mlp", pytest.param("cnn", marks=pytest.mark.slow)])
+def test_kernels_of_leaves_add_up_and_shares_of_the_trace_are_those_of_the_norms(tmp_path: Path, net: str) -> None:
+    *leaves, whole = rows = layerwise.main(["--small", "--nets", net, "--memory", "500MB", "--out", str(tmp_path)])
+    norms = jacstore.open(tmp_path / net / "train.jac").norms.sum((0, 1))
+    assert [row.share_of_trace for row in leaves] == pytest.approx(norms / norms.sum(), rel=1e-5)
+    assert whole.share_of_trace == pytest.approx(1) and whole.alignment_with_whole == pytest.approx(1)
+    assert sum(row.parameters for row in leaves) == whole.parameters
+    assert len((tmp_path / "layerwise.csv").read_text().splitlines()) == 1 + len(rows)
+    assert (tmp_path / "layerwise.png").stat().st_size > 20_000
+
+
+def test_leaves_that_do_not_add_up_to_the_kernel_stop_the_pipeline() -> None:
+    with pytest.raises(SystemExit, match="do not add up"):
+        layerwise.check_sum(np.eye(3) * 1.01, np.eye(3), 1e-3)
+
+
+def test_a_kernel_that_is_not_stored_answers_as_the_stored_one(tmp_path: Path) -> None:
+    words = ["--small", "--memory", "500MB", "--widths", "8", "24", "--out"]
+    stored = mnist_all_outputs.main([*words, str(tmp_path / "stored")])
+    lazy = mnist_all_outputs.main([*words, str(tmp_path / "lazy"), "--largest-kernel", "1kB"])
+    assert [row.kernel for row in stored + lazy] == ["stored", "stored", "lazy", "lazy"]
+    assert not (tmp_path / "lazy" / "width-8" / "train.ntk").exists()
+    for one, other in zip(stored, lazy, strict=True):
+        assert other.largest_eigenvalue == pytest.approx(one.largest_eigenvalue, rel=1e-5)
+        assert other.test_accuracy == pytest.approx(one.test_accuracy, abs=0.051)  # one of 20
+        assert one.bytes_store < one.bytes_rows
+    assert len((tmp_path / "lazy" / "mnist-all-outputs.csv").read_text().splitlines()) == 3
+    assert (tmp_path / "lazy" / "mnist-all-outputs.png").stat().st_size > 20_000
 
 
 @pytest.mark.slow

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError
+from pathlib import Path
 from typing import NamedTuple
 
 import dask.array as da
@@ -615,6 +617,27 @@ def test_the_fingerprint_is_the_same_in_another_process():
         for _ in range(2)
     ]
     assert runs[0] == runs[1] and json.loads(runs[0])["constants"]
+
+
+def test_the_fingerprint_is_the_same_where_the_output_is_a_terminal():
+    prepared = prepare(linear_problem(apply=coloured)).requested
+    here = Path(__file__)
+    script = (
+        f"import json, sys; sys.path.insert(0, {str(here.parent)!r})\n"
+        f"import {here.stem} as t\n"
+        "print(json.dumps(t.prepare(t.linear_problem(apply=t.coloured)).requested), file=sys.stderr)"
+    )
+    master, terminal = os.openpty()
+    try:
+        done = subprocess.run([sys.executable, "-c", script], stdout=terminal, stderr=subprocess.PIPE, check=True)
+    finally:
+        os.close(terminal)
+        os.close(master)
+    assert json.loads(done.stderr)["function"] == prepared["function"]
+
+
+def coloured(params, x):
+    return jax.nn.relu(linear(params, x))  # calls and their names are printed in colours
 
 
 # --- targets ----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 
+import dask.array as da
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -306,6 +307,21 @@ def test_leaf_kernels_add_up_and_rectangles_are_cut_from_the_square(name):
         np.testing.assert_allclose(found, whole, atol=1e-12 * np.abs(whole).max())
     lazy = jacstore.lazy_kernel(store, tile=2).compute(scheduler="synchronous")
     np.testing.assert_allclose(lazy, between(rows, "full"), atol=1e-12 * np.abs(whole).max())
+
+
+@pytest.mark.parametrize("mode", ["full", "trace", "diagonal", "blocks"])
+def test_a_lazy_tile_reads_the_factors_of_its_examples_once_and_forms_no_rows_of_dense_layers(mode, monkeypatch):
+    problem = tiny("mlp")
+    store = jacstore.build(problem, None, dtype="float64", layout="factored", unit_size=2)
+    monkeypatch.setattr("jacstore.store.expand", None)
+    lazy = jacstore.lazy_kernel(store, mode, tile=2)
+    assert store.decoded_bytes_read == 0
+    at = {"full": (0, 1), "trace": (0, 1), "diagonal": (0, 0, 1), "blocks": (0, 0, 0)}[mode]
+    found = lazy.blocks[at].compute(scheduler="synchronous")
+    assert store.decoded_bytes_read == store.bytes_decoded / (2 if mode == "blocks" else 1)
+    expected = between(truth(problem), mode)
+    expected = da.from_array(expected, lazy.chunks).blocks[at].compute(scheduler="synchronous")
+    np.testing.assert_allclose(found, expected, atol=1e-12 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [("float32", 2e-6), ("bfloat16", 8e-3)])
