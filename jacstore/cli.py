@@ -162,6 +162,10 @@ def _run(
         _fail(error, 130, shared["debug"], stop)
     except BrokenPipeError:
         sys.exit(0)
+    except MemoryError as error:
+        lines.close()
+        given = RuntimeError(f"not enough memory: {error}; give less --memory, smaller tiles or units, or free some")
+        _fail(given.with_traceback(error.__traceback__), 2, shared["debug"], stop)
     except Exception as error:
         lines.close()
         if stop():

@@ -21,6 +21,7 @@ from jacstore.ledger import Lock, sweep
 from jacstore.machine import format_size
 from jacstore.pieces import ArrayLayout, FileEncoder, FileRecord, decode, raw
 from jacstore.progress import silent
+from jacstore.schema import short_hash
 
 SQUARE = 2048
 NUMBER = 0  # of the one record of each kind
@@ -149,4 +150,4 @@ def kept_for(kernel: Kernel | None, method: str, alpha: float | None = None) -> 
 def _identity(kernel: Kernel) -> str:
     """What was asked for, and the bytes that came of it."""
     facts = [kernel.ledger.read("tiles", number)["files"] for number in kernel.ledger.done("tiles")]
-    return hierarchy.short_hash([kernel.identity(), sorted(item for files in facts for item in files.items())])
+    return short_hash([kernel.identity(), sorted(item for files in facts for item in files.items())])

@@ -12,6 +12,7 @@ from jacstore import hierarchy
 from jacstore.engine import BlasEngine
 from jacstore.errors import Mismatch, Refused
 from jacstore.plan import MODES, SLAB_COLUMNS, block_shape
+from jacstore.schema import short_hash
 from jacstore.store import JacobianStore, open_store
 from jacstore.views import resolve
 
@@ -45,7 +46,7 @@ def lazy_kernel(
         refuse_unlike(rows, cols)
     view = _ComputedKernel(rows, cols or rows, mode, precision or default_precision(rows, cols))
     chunks = block_shape(mode, tile, tile, rows.n_outputs)
-    name = f"jacstore-lazy-{hierarchy.short_hash([rows.identity(), (cols or rows).identity(), mode, tile, precision])}"
+    name = f"jacstore-lazy-{short_hash([rows.identity(), (cols or rows).identity(), mode, tile, precision])}"
     return da.from_array(view, chunks=chunks, name=name, asarray=False)
 
 

@@ -144,7 +144,7 @@ def _summed(
 ) -> np.ndarray:
     """The upper half of Jᵀ Λ J, from the last checkpoint on."""
     store = jacobian.store
-    done, totals = checkpoints.load() if checkpoints else (0, [])
+    done, totals = checkpoints.load(store.n_examples) if checkpoints else (0, [])
     total = totals[0] if totals else np.zeros((jacobian.shape[1],) * 2)
     found = chunks(jacobian.examples, store.n_examples, plan.read)
     jobs = [Job(panels=jacobian.panels, chunk=chunk) for chunk in found if chunk.stop > done]

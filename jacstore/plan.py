@@ -279,20 +279,6 @@ class GramPlan:
         """As JSON."""
         return asdict(self)
 
-    @classmethod
-    def from_dict(cls, given: dict[str, Any]) -> GramPlan:
-        """From JSON."""
-        fields = dict(given)
-        fields["rows"], fields["cols"] = Side(**given["rows"]), Side(**given["cols"])
-        fields["groups"] = tuple(Group(rows=tuple(g["rows"]), cols=tuple(g["cols"])) for g in given["groups"])
-        fields["splits"] = tuple(tuple(s) for s in given["splits"])
-        fields["split_steps"] = tuple(tuple(s) for s in given["split_steps"])
-        fields["steps"] = tuple(
-            Step(**{**step, "leaves": tuple(step["leaves"]), "expanded": tuple(step["expanded"])})
-            for step in given["steps"]
-        )
-        return cls(**fields)
-
 
 def block_shape(mode: str, m: int, n: int, n_outputs: int) -> tuple[int, ...]:
     """Kernel entries between m and n examples."""
@@ -306,10 +292,11 @@ def block_shape(mode: str, m: int, n: int, n_outputs: int) -> tuple[int, ...]:
 
 
 def _tiles(group: Group, symmetric: bool, mode: str) -> Iterator[tuple[int, int]]:
-    for i in range(*group.rows):
-        for j in range(*group.cols):
-            if i == j if mode == "blocks" else i <= j or not symmetric:
-                yield i, j
+    (a, b), (c, d) = group.rows, group.cols
+    for i in range(a, b):
+        first = max(c, i) if symmetric or mode == "blocks" else c
+        for j in range(first, min(d, i + 1) if mode == "blocks" else d):
+            yield i, j
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ import headline
 import issue30
 import jacstore
 import precision
+import soak
 import transformer
 from jacstore.errors import Damaged, Interrupted
 from jacstore.problem import prepare
@@ -346,3 +347,10 @@ def test_expected_errors_of_each_stored_type_hold_and_are_not_far_too_large(tmp_
     rows = precision.main(words)
     assert len(rows) == len(precision.ROWS)
     assert all(1 <= row["ratio"] <= 30 and row["expected"] <= row["worst"] for row in rows), rows
+
+
+def test_soak_kills_and_damages_and_finds_nothing_wrong(tmp_path):
+    figures = soak.main(["--minutes", "0.01", "--seed", "3", "--out", str(tmp_path)])
+    assert figures["violations"] == 0 and figures["problems"] == 1
+    assert figures["processes"] >= 2 and figures["faults"] >= 2
+    assert not list(tmp_path.iterdir())
