@@ -110,9 +110,12 @@ def bits(opened: Any) -> dict[str, bytes]:
     return found
 
 
-def is_right(path: str | Path, truth: dict[str, bytes]) -> bool:
-    """Whether every read of a store or kernel passes its check and is equal, bit for bit, to what nobody disturbed."""
-    return bits(jacstore.open(path)) == truth
+def is_right(path: str | Path, truth: dict[str, bytes], *, verified: bool = False) -> bool:
+    """Whether every read of a store or kernel passes its check and is equal, bit for bit, to what nobody disturbed.
+
+    With `verified`, whether `jacstore.verify` agrees as well.
+    """
+    return bits(jacstore.open(path)) == truth and (not verified or jacstore.verify(path, samples=4).ok)
 
 
 class Killed(BaseException):
