@@ -120,8 +120,7 @@ def work(what: str, case: Case, place: str, answer: str) -> None:
             found = done.report
         elif what.startswith("verify"):
             target = problem_of(case) if what == "verify store" else None
-            report = jacstore.verify(store if target else kernel, target, samples=8)
-            found = {"ok": report.ok, "failures": [check.to_dict() for check in report.failures]}
+            found = jacstore.verify(store if target else kernel, target, samples=8).to_dict()
         else:
             path = store if what == "read store" else kernel
             opened = jacstore.open(path)
