@@ -585,6 +585,8 @@ def _damaged_tiles(kernel: Kernel) -> dict[int, list[tuple[int, int]]]:
             tiles = kernel.to_recompute(number)
         except Damaged:
             kernel.ledger.forget("tiles", number)
+            # A note about what is computed anew would have it computed once more.
+            kernel.ledger.forget("suspect", number)
             continue
         if tiles:
             damaged[number] = tiles

@@ -341,6 +341,9 @@ class Kernel:
         size = self.files.size(name)
         if size is None:
             raise Damaged(f"{name} is missing")
+        if size > record.size:
+            # It may be larger than memory.
+            raise Damaged(f"{name} has {size} bytes, recorded were {record.size}")
         data = np.empty(size, np.uint8)
         self.files.read_into(name, [(0, raw(data))])
         check_file(raw(data), record, layout, name)
@@ -348,12 +351,15 @@ class Kernel:
 
     def facts(self, name: str) -> list[Any]:
         """What is recorded of a tile's file."""
+        fault = Damaged(f"{name} has no record")
         if name not in self._tiles:
             for number in self.ledger.done("tiles"):
-                with contextlib.suppress(Damaged):
+                try:
                     self._tiles |= self.record(number).files
+                except Damaged as error:
+                    fault = error
         if name not in self._tiles:
-            raise Damaged(f"{name} has no record")
+            raise fault
         return self._tiles[name]
 
     def number_of(self, index: int, i: int, j: int) -> int:

@@ -215,9 +215,9 @@ class _Place:
     def finished(self) -> np.ndarray:
         """The finished matrix, checked."""
         try:
-            total: np.ndarray = np.load(self.folder.root / MATRIX)
+            total: np.ndarray = np.load(self.folder.root / MATRIX, allow_pickle=False)
             intact = crc32c(raw(total)) == self.ledger.read("done", 0)["crc32c"]
-        except (OSError, ValueError, KeyError):
+        except (Damaged, OSError, EOFError, ValueError, KeyError):
             intact = False
         if not intact:
             raise Damaged(f"{self.where}: {MATRIX} is missing or is damaged; sum anew with overwrite=True")

@@ -149,7 +149,8 @@ class JacobianStore:
 
         `gain` is None where none was looked at.
         """
-        seen = [self.record(unit)["rounding"] for unit in self.ledger.done("unit") if "rounding" in self.record(unit)]
+        found = [self.record(unit).get("rounding") for unit in self.ledger.done("unit")]
+        seen = [facts for facts in found if facts is not None]
         largest: dict[str, Any] = {"gain": None, "amplification": 1.0, "measured": None}
         return {key: max((facts[key] for facts in seen), default=unknown) for key, unknown in largest.items()}
 
@@ -476,6 +477,9 @@ class JacobianStore:
                 size = self.files.size(name)
                 if size is None:
                     raise Damaged(f"{name} is missing")
+                if size > record.size:
+                    # It may be larger than memory.
+                    raise Damaged(f"{name} has {size} bytes, recorded were {record.size}")
                 data = raw(np.empty(size, np.uint8))
                 self.files.read_into(name, [(0, data)])
                 check_file(data, record, layout, name)
