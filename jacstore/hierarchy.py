@@ -19,6 +19,7 @@ from jacstore.errors import Damaged, Refused
 from jacstore.files import Files, Folder, Memory, clear_folder, explain
 from jacstore.ledger import FOLDER, FORMAT_VERSION, Lock, read_json
 from jacstore.pieces import BLOSC_LEVELS, ArrayLayout
+from jacstore.plan import MAX_ITEMS
 from jacstore.progress import Listener
 from jacstore.schema import short_hash
 
@@ -200,6 +201,8 @@ def parse_part(given: tuple[int, int] | str | None) -> tuple[int, int]:
         raise Refused(
             f"--part {number}/{parts}: allowed are 1/{max(parts, 1)} to {max(parts, 1)}/{max(parts, 1)} (part=)"
         )
+    if parts > MAX_ITEMS:
+        raise Refused(f"--part {number}/{parts}: at most {MAX_ITEMS:,} parts are allowed; give a smaller N (part=)")
     return number, parts
 
 

@@ -6,6 +6,7 @@ tiles into groups whose accumulators fit in memory together, and columns into sl
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -698,6 +699,7 @@ def _split_columns(
     borders = {0, n_columns}
     for part in range(1, wanted):
         target = part * n_columns / wanted
-        borders.add(min(allowed, key=lambda border: abs(border - target)))
+        after = bisect.bisect_left(allowed, target)
+        borders.add(min(allowed[max(0, after - 1) : after + 1], key=lambda border: abs(border - target)))
     ordered = sorted(borders)
     return tuple(itertools.pairwise(ordered)) or ((0, 0),)
