@@ -63,6 +63,7 @@ class StoreAttributes(Open):
     fingerprint: dict[str, Any]
     resolved: StoreChoices
     versions: dict[str, str]
+    sealed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +97,7 @@ class KernelAttributes(Open):
     fingerprint: KernelRequest
     resolved: KernelChoices
     versions: dict[str, str]
+    sealed: bool = False
 
 
 def check_store(found: StoreAttributes) -> None:

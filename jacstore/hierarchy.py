@@ -40,7 +40,7 @@ def create(
     files: Files, layouts: Sequence[ArrayLayout], attributes: dict[str, Any], groups: Sequence[str] = ()
 ) -> None:
     """Make the arrays, then the root group with its attributes. In RAM only the attributes are kept."""
-    attributes = {"format_version": FORMAT_VERSION, **attributes}
+    attributes = {"format_version": FORMAT_VERSION, "sealed": True, **attributes}
     attributes["checksum"] = {"of": sorted(attributes), "blake2b": short_hash(attributes)}
     if isinstance(files, Folder):
         # The ledger is a group too: readers would warn of a folder that is none.

@@ -117,7 +117,7 @@ class Kernel:
         self.dtype = np.dtype(found.fingerprint.dtype)
         self.layouts = layouts(self.plan, self.leaves, self.dtype.name)
         totals = {"tiles": self.n_records, "suspect": self.n_records, "item": len(self.plan.items)}
-        self.ledger = Ledger(files, short_hash([self.requested, self.resolved]), totals)
+        self.ledger = Ledger(files, short_hash([self.requested, self.resolved]), totals, sealed=found.sealed)
         self._tiles: dict[str, list[Any]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:

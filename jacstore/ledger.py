@@ -40,10 +40,14 @@ class Ledger:
         What records belong to: one of another store, or of an earlier attempt with other choices, is not taken.
     totals
         How many pieces of work there are of each kind that is listed; a record beyond them counts for nothing.
+    sealed
+        Whether every record has a seal; those that an earlier version wrote have none.
     """
 
-    def __init__(self, files: Files, owner: str = "", totals: Mapping[str, int] | None = None) -> None:
-        self.files, self.owner, self.totals = files, owner, totals or {}
+    def __init__(
+        self, files: Files, owner: str = "", totals: Mapping[str, int] | None = None, *, sealed: bool = False
+    ) -> None:
+        self.files, self.owner, self.totals, self.sealed = files, owner, totals or {}, sealed
 
     def done(self, kind: str) -> list[int]:
         """Numbers of the finished pieces of work of one kind, ascending."""
@@ -67,7 +71,8 @@ class Ledger:
             If the record is missing, not JSON, or of something else.
         """
         found = read_json(self.files, record_name(kind, number))
-        if found.pop("seal", None) != self.seal(kind, number, found):
+        there = self.sealed or "seal" in found
+        if found.pop("seal", None) != self.seal(kind, number, found) and there:
             raise Damaged(f"{record_name(kind, number)} is changed, or the record of something else")
         return found
 
@@ -136,6 +141,13 @@ class Owner(Open):
     pid: int
     start: str | None
     token: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checksum(Open):
+    """What the record of a single file says."""
+
+    crc32c: int
 
 
 class Lock:
@@ -234,7 +246,8 @@ class Lock:
             return True
         if owner.host != machine.hostname():
             return False
-        if owner.boot == machine.boot_id() and machine.process_start(owner.pid) == owner.start:
+        started = machine.process_start(owner.pid)
+        if owner.boot == machine.boot_id() and started is not None and started == owner.start:
             raise Locked(
                 f"{path.parent.parent} is being worked on by process {owner.pid} on this host; wait for it, "
                 "stop it, or work on another part (--part I/N, part=)"

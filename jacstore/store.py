@@ -90,7 +90,8 @@ class JacobianStore:
         self.dtype, self.unit_size = found.resolved.dtype, found.resolved.unit_size
         self.layouts = {layout.name: layout for layout in found.resolved.arrays}
         owner = short_hash([self.requested, self.resolved])
-        self.ledger = Ledger(files, owner, dict.fromkeys(("unit", "suspect"), self.n_units))
+        totals = dict.fromkeys(("unit", "suspect"), self.n_units)
+        self.ledger = Ledger(files, owner, totals, sealed=found.sealed)
         self.decoded_bytes_read = 0
         self._records: dict[int, dict[str, Any]] = {}
         self._lock = threading.Lock()
