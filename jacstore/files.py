@@ -18,7 +18,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 from jacstore.errors import Damaged, Refused
 from jacstore.machine import format_size
@@ -173,8 +173,12 @@ class Folder:
         FileNotFoundError
             If there is none.
         """
-        with open(self._open(name), "rb") as file:
+        with self.open(name) as file:
             return file.read()
+
+    def open(self, name: str) -> BinaryIO:
+        """A file to be read; errors are those of `read`."""
+        return os.fdopen(self._open(name), "rb")
 
     def _open(self, name: str) -> int:
         """A descriptor of a regular file.
@@ -242,7 +246,8 @@ class Folder:
     def names(self, folder: str) -> list[str]:
         """Names of the files directly below a folder, sorted."""
         try:
-            return sorted(entry.name for entry in os.scandir(self.root / folder) if entry.is_file())
+            with os.scandir(self.root / folder) as entries:
+                return sorted(entry.name for entry in entries if entry.is_file())
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
@@ -360,7 +365,9 @@ def clear_folder(path: Path, first: str) -> None:
     """Empty a folder; the file `first`, which makes it count, goes before the rest."""
     before_step("clear", first)
     (path / first).unlink(missing_ok=True)
-    for entry in os.scandir(path):
+    with os.scandir(path) as entries:
+        found = list(entries)
+    for entry in found:
         before_step("clear", entry.name)
         if entry.is_dir(follow_symlinks=False):
             shutil.rmtree(entry.path)
