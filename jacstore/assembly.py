@@ -300,7 +300,7 @@ class _Job:
                 self._create(files)
             kernel = Kernel(files, self.out)
             compare_requested(self.out, kernel.requested, self.requested)
-            self._check_plan(kernel)
+            require_plan_of(kernel, self.rows, self.cols)
         allowed = self.memory * self.part[1]
         if kernel.plan.memory_bytes > max(allowed, 1) and not kernel.complete:
             raise Refused(
@@ -308,23 +308,6 @@ class _Job:
                 f"{kernel.plan.memory_bytes:,} bytes; give at least that (memory=) or start anew with --overwrite"
             )
         return kernel
-
-    def _check_plan(self, kernel: Kernel) -> None:
-        """Refuse a kernel that was planned for other stores, whatever its request says."""
-        rows, cols = self.rows, self.cols
-        try:
-            check_plan_for(
-                kernel.plan,
-                rows.side,
-                None if cols is None else cols.side,
-                rows.n_outputs,
-                rows.leaves,
-                rows.n_columns,
-            )
-            if kernel.leaves not in ([], [leaf.path for leaf in rows.leaves]):
-                raise Damaged("it does not hold that its leaves are those of the stores")
-        except Damaged as error:
-            raise Damaged(f"{self.out}: its attributes are damaged: {error}") from error
 
     def _create(self, files: Files) -> None:
         plan = self.plan()
@@ -540,6 +523,23 @@ class _Job:
             seconds = time.perf_counter() - started
         depth = width * (plan.n_outputs if plan.mode == "trace" else 1)
         return 2 * int(np.prod(shape)) * depth / seconds, read
+
+
+def require_plan_of(kernel: Kernel, rows: JacobianStore, cols: JacobianStore | None) -> None:
+    """Refuse a kernel that was planned for other stores, whatever its request says.
+
+    Raises
+    ------
+    Damaged
+        Saying what does not agree.
+    """
+    side = None if cols is None else cols.side
+    try:
+        check_plan_for(kernel.plan, rows.side, side, rows.n_outputs, rows.leaves, rows.n_columns)
+        if kernel.leaves not in ([], [leaf.path for leaf in rows.leaves]):
+            raise Damaged("it does not hold that its leaves are those of the stores")
+    except Damaged as error:
+        raise Damaged(f"{kernel.path}: its attributes are damaged: {error}") from error
 
 
 def _made_alike(rows: JacobianStore, cols: JacobianStore) -> bool:
