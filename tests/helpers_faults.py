@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import tempfile
@@ -19,6 +20,7 @@ from hypothesis import settings
 import jacstore
 import jacstore.builder
 import jacstore.files
+import jacstore.hierarchy
 import jacstore.ledger
 import jacstore.plan
 from jacstore import Problem
@@ -78,12 +80,48 @@ def quick() -> Iterator[pytest.MonkeyPatch]:
 
     with pytest.MonkeyPatch.context() as patch:
         once("prepare", lambda problem, **named: (id(problem), *named.items()))
+        once("_restrict", lambda prepared, examples: (id(prepared), examples))
         once("cut_before_products", lambda prepared, *rest: (id(prepared), *rest))
         once("DevicePass", lambda prepared, cut, *, budget, **named: (id(prepared), id(cut), *named.items()))
+        patch.setattr(jacstore.hierarchy, "versions", functools.cache(jacstore.hierarchy.versions))
+        patch.setattr(jacstore.hierarchy, "_create_array", _written_once(jacstore.hierarchy._create_array))
+        patch.setattr(
+            jacstore.hierarchy.zarr, "create_group", _group_written_once(jacstore.hierarchy.zarr.create_group)
+        )
         patch.setattr(os, "fsync", lambda descriptor: None)
         patch.setattr(jacstore.plan, "PIECE_COLUMNS", (14, 14))
         patch.setattr(jacstore.plan, "SLAB_COLUMNS", 28)
         yield patch
+
+
+def _written_once(create: Callable[[Path, Any], None]) -> Callable[[Path, Any], None]:
+    """Metadata of equal arrays are equal: Zarr writes them once."""
+    known: dict[Any, bytes] = {}
+
+    def again(path: Path, layout: Any) -> None:
+        if layout not in known:
+            create(path, layout)
+            known[layout] = (path / "zarr.json").read_bytes()
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "zarr.json").write_bytes(known[layout])
+
+    return again
+
+
+def _group_written_once(create: Callable[..., Any]) -> Callable[..., None]:
+    """Likewise for groups without attributes."""
+    known: list[bytes] = []
+
+    def again(path: Path, **given: Any) -> None:
+        if "attributes" in given or not known:
+            create(path, **given)
+            if "attributes" not in given:
+                known.append((path / "zarr.json").read_bytes())
+            return
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "zarr.json").write_bytes(known[0])
+
+    return again
 
 
 @contextlib.contextmanager

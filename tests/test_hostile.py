@@ -1,6 +1,7 @@
 """Whatever stands in a store, a kernel or on the command line: one clear line, and nothing is written elsewhere.
 
-Some hundred mutations are drawn, the same ones every time; with `--hypothesis-profile random` some thousands of others.
+Some hundred mutations are drawn, the same ones every time; `python tests/test_hostile.py` draws thousands of others and
+prints how many inputs that were, and how commands on them ended.
 """
 
 from __future__ import annotations
@@ -13,23 +14,30 @@ import os
 import shutil
 import stat
 import string
+import sys
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers_faults import OPTIONS, PROBLEMS, bits, is_right, make, often, quick, ram_folder
 from helpers_process import contents, invoke, write_target
-from hypothesis import HealthCheck, Phase, given, note, settings
+from hypothesis import HealthCheck, Phase, currently_in_test_context, given, note, settings
 from hypothesis import strategies as st
 
 import jacstore
 import jacstore.ledger
 import jacstore.target
 from jacstore import gram
-from jacstore.errors import Interrupted
+from jacstore.errors import Interrupted, JacstoreError
+from jacstore.files import Folder
+from jacstore.ledger import Ledger
 from jacstore.progress import SlabDone
 from jacstore.schema import short_hash
-from jacstore.testing import Stopping, mlp
+from jacstore.testing import Counting, Stopping, mlp
 
+# Inputs of each kind and commands that were run on them.
+TRIED: Counter[str] = Counter()
 PACKAGE = Path(jacstore.__file__).parent
 TILE = {"tile": 3}
 
@@ -97,7 +105,9 @@ def command(place, *words, out=None, reads=None):
     """
     before = everything(place)
     result = invoke(*words)
-    note(f"{words[0]}: {result.exit_code} {result.stderr.strip()}")
+    TRIED[f"{words[0]}: exit code {result.exit_code}"] += 1
+    if currently_in_test_context():
+        note(f"{words[0]}: {result.exit_code} {result.stderr.strip()}")
     assert result.exit_code in (0, 2, 3), result.stderr
     if result.exit_code:
         # A report stands on stdout even where it says that a check failed.
@@ -134,7 +144,7 @@ def try_some(scene, place, data, *, made_up):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jacstore.target, "load_target", lambda text: PROBLEMS[kind][0])
         if data.draw(st.integers(0, 3), label="verify") == 0:
-            words = ["verify", out, "--samples", 4]
+            words, reads = ["verify", out, "--samples", 4], store
         elif name.endswith(".jac"):
             words = build_words(kind, out)
         else:
@@ -252,7 +262,7 @@ def mutate(data, pristine):
 
 @functools.cache
 def _ways(text):
-    return sorted(places(json.loads(text)), key=str)[1:]
+    return sorted(filter(None, places(json.loads(text))), key=str)
 
 
 def text_of(value):
@@ -270,7 +280,8 @@ def signed(document):
 def sealed(path, record):
     """A record with its checksum made right, likewise."""
     kind, number = path.stem.rsplit("-", 1)
-    ledger = jacstore.open(path.parent.parent).ledger
+    root = path.parent.parent
+    ledger = jacstore.open(root).ledger if (root / "zarr.json").exists() else Ledger(Folder(root))
     facts = {key: value for key, value in record.items() if key != "seal"}
     record["seal"] = ledger.seal(kind, int(number), facts)
 
@@ -282,8 +293,9 @@ def test_attributes_that_say_anything_are_one_line(kind, name, scenes):
     pristine = json.loads((scene.pristine / name / "zarr.json").read_text())
 
     @given(data=st.data())
-    @drawn(40, 1000)
+    @drawn(15, 1000)
     def check(data):
+        TRIED["inputs: attributes"] += 1
         place = scene.fresh()
         document = {**pristine, "attributes": mutate(data, pristine["attributes"])}
         if isinstance(document["attributes"], dict):
@@ -304,8 +316,9 @@ def test_records_that_say_anything_are_one_line_and_nothing_wrong_is_called_done
     assert {"unit", "tiles", "item"} < kinds and any(kind.startswith("checkpoint") for kind in kinds)
 
     @given(data=st.data())
-    @drawn(80, 3000)
+    @drawn(40, 3000)
     def check(data):
+        TRIED["inputs: records"] += 1
         place = scene.fresh()
         path = place / data.draw(st.sampled_from(records), label="record")
         record = mutate(data, json.loads(path.read_text()))
@@ -317,12 +330,61 @@ def test_records_that_say_anything_are_one_line_and_nothing_wrong_is_called_done
     check()
 
 
+def factor(place):
+    return jacstore.KernelFactor(jacstore.open(place / "run.ntk"), 0.1).solve(np.ones((7, 2)))
+
+
+def normal_matrix(place):
+    return jacstore.ggn(place / "run.jac", alpha=0.1, out=place / "run.ggn")
+
+
+def samples(place):
+    return jacstore.sample(place / "run.jac", place / "run.ntk", alpha=0.1, n=2, key=0, out=place / "drawn.npy")
+
+
+BESIDE = {
+    "run.ntk/ledger/factor-cholesky-0000000.json": factor,
+    "run.ggn/ledger/done-0000000.json": normal_matrix,
+    "run.ggn/ledger/request-0000000.json": normal_matrix,
+    "drawn.npy.work/ledger/done-0000000.json": samples,
+    "drawn.npy.work/ledger/request-0000000.json": samples,
+}
+
+
+def test_records_of_what_is_kept_beside_may_say_anything_too(scenes):
+    scene = scenes("factored")
+    with ram_folder() as folder:
+        pristine, work = folder / "pristine", folder / "work"
+        for name in ("run.jac", "run.ntk"):
+            shutil.copytree(scene.pristine / name, pristine / name)
+        truth = {job: job(pristine) for job in (factor, normal_matrix, samples)}
+
+        @given(data=st.data())
+        @drawn(40, 2000)
+        def check(data):
+            TRIED["inputs: records beside"] += 1
+            shutil.rmtree(work, ignore_errors=True)
+            shutil.copytree(pristine, work)
+            name, job = data.draw(st.sampled_from(sorted(BESIDE.items(), key=str)), label="record")
+            record = mutate(data, json.loads((work / name).read_text()))
+            if isinstance(record, dict):
+                sealed(work / name, record)
+            (work / name).write_text(text_of(record))
+            try:
+                assert np.array_equal(job(work), truth[job])
+            except JacstoreError as error:
+                assert error.exit_code in (2, 3) and "\n" not in str(error)
+
+        check()
+
+
 LOCK = {"host": "here", "boot": "b", "pid": 1, "start": "1", "token": "t", "beat": 0, "first": 0, "last": 9}
 
 
 @given(data=st.data())
-@drawn(60, 1000)
+@drawn(30, 1000)
 def test_locks_that_say_anything_are_one_line(scenes, data):
+    TRIED["inputs: locks"] += 1
     scene = scenes("dense")
     place = scene.fresh()
     lock = LOCK | {"host": data.draw(st.sampled_from([jacstore.machine.hostname(), "elsewhere"]))}
@@ -334,8 +396,9 @@ def test_locks_that_say_anything_are_one_line(scenes, data):
 
 
 @given(data=st.data())
-@drawn(60, 2000)
+@drawn(40, 2000)
 def test_torn_and_changed_text_is_one_line(scenes, data):
+    TRIED["inputs: torn text"] += 1
     scene = scenes(data.draw(st.sampled_from(sorted(PROBLEMS))))
     place = scene.fresh()
     documents = sorted(path for path in place.rglob("*.json") if path.is_relative_to(place / "run.jac"))
@@ -409,8 +472,9 @@ WRONG = [
 
 @pytest.mark.timeout(600)
 @given(data=st.data())
-@drawn(150, 3000)
+@drawn(60, 3000)
 def test_the_wrong_thing_in_any_place_is_one_line_and_nothing_is_written_outside(scenes, data):
+    TRIED["inputs: wrong things in places"] += 1
     scene = scenes(data.draw(st.sampled_from(sorted(PROBLEMS)), label="kind"))
     place = scene.fresh()
     for _ in range(data.draw(st.integers(1, 2), label="things")):
@@ -469,6 +533,33 @@ def test_a_newer_format_is_refused_and_both_versions_are_named(name, scenes):
     assert result.exit_code == 2 and "format version 12" in result.stderr and "reads up to 1" in result.stderr
 
 
+def aged(path):
+    """As an earlier version wrote it: records have no seals."""
+    document = json.loads((path / "zarr.json").read_text())
+    assert document["attributes"].pop("sealed") is True
+    (path / "zarr.json").write_text(json.dumps(signed(document)))
+    for record in (path / "ledger").glob("*-*.json"):
+        facts = json.loads(record.read_text())
+        assert facts.pop("seal")
+        record.write_text(json.dumps(facts))
+
+
+@pytest.mark.parametrize("kind", PROBLEMS)
+def test_what_an_earlier_version_wrote_is_read_verified_and_continued(kind, scenes):
+    scene = scenes(kind)
+    place = scene.fresh()
+    for name in ("run.jac", "part.jac", "run.ntk", "half.ntk"):
+        aged(place / name)
+    assert is_right(place / "run.jac", scene.truth["store"], verified=True)
+    assert is_right(place / "run.ntk", scene.truth["kernel"], verified=True)
+    assert make(kind, place / "part.jac").report["units_reused"] == 2
+    seen = Counting()
+    assert gram(place / "run.jac", place / "half.ntk", listener=seen, **TILE).complete
+    assert min(event.slab for event in seen.of(SlabDone)) >= 1
+    assert is_right(place / "part.jac", scene.truth["store"], verified=True)
+    assert is_right(place / "half.ntk", scene.truth["kernel"], verified=True)
+
+
 # --- records of something else ----------------------------------------------------------------------------------------
 
 
@@ -498,6 +589,20 @@ def test_a_record_beyond_the_last_counts_for_nothing(name, record, scenes):
     last.unlink()
     assert not jacstore.open(place / name).complete
     assert '"complete": false' in invoke("info", place / name, "--json").stdout
+
+
+def test_a_lock_whose_owner_has_no_start_is_taken_over(scenes):
+    scene = scenes("dense")
+    place = scene.fresh()
+    owner = LOCK | {
+        "host": jacstore.machine.hostname(),
+        "boot": jacstore.machine.boot_id(),
+        "pid": 2**40,
+        "start": None,
+    }
+    (place / "part.jac/ledger/lock-0000000-0000003.json").write_text(json.dumps(owner))
+    make("dense", place / "part.jac")
+    assert is_right(place / "part.jac", scene.truth["store"])
 
 
 def test_an_item_that_left_nothing_is_computed_again(scenes):
@@ -558,8 +663,9 @@ WORDS = st.one_of(
 
 
 @given(data=st.data())
-@drawn(150, 3000)
+@drawn(60, 3000)
 def test_flags_that_say_anything_are_one_line(scenes, data):
+    TRIED["inputs: flags"] += 1
     scene = scenes("dense")
     place = scene.fresh()
     name = data.draw(st.sampled_from(["build", "gram"]), label="command")
@@ -576,9 +682,23 @@ def test_flags_that_say_anything_are_one_line(scenes, data):
         command(place, name, first, "--out", place / "new", *more, *words, out=place / "new")
 
 
+@pytest.mark.parametrize("name", ["build", "gram"])
+def test_more_parts_than_there_can_be_items_are_refused_at_once(name, scenes):
+    place = scenes("dense").fresh()
+    first = place / "run.jac" if name == "gram" else "any:target"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jacstore.target, "load_target", lambda text: PROBLEMS["dense"][0])
+        for parts in (10_001, 10**9, 10**18):
+            result = invoke(name, first, "--out", place / "new", "--part", f"1/{parts}")
+            assert result.exit_code == 2 and f"--part 1/{parts}: at most 10,000 parts" in result.stderr
+        assert not (place / "new").exists()
+        assert command(place, name, first, "--out", place / "new", "--part", "9999/10000", out=place / "new") == 0
+
+
 @given(text=st.one_of(WORDS, st.builds("{}:{}".format, WORDS, WORDS)))
 @drawn(100, 3000)
 def test_targets_that_say_anything_are_one_line(text, tmp_path_factory):
+    TRIED["inputs: targets"] += 1
     folder = tmp_path_factory.mktemp("targets")
     text = text if not text.startswith("-") else "x" + text
     assert command(folder, "build", text, "--out", folder / "new") == 2
@@ -590,6 +710,7 @@ def test_targets_that_say_anything_are_one_line(text, tmp_path_factory):
         "raise SystemExit(0)",
         "raise SystemExit('two\\nlines')",
         "raise RecursionError",
+        "raise SyntaxError",
         "raise MemoryError",
         "raise ExceptionGroup('several', [ValueError(1)])",
         "raise type('Odd', (Exception,), {'__str__': lambda self: 1 / 0})()",
@@ -609,8 +730,9 @@ def test_targets_that_do_anything_are_one_line(line, tmp_path):
 
 
 @given(text=WORDS)
-@drawn(60, 1000)
+@drawn(40, 1000)
 def test_paths_that_say_anything_are_one_line(text, scenes):
+    TRIED["inputs: paths"] += 1
     place = scenes("dense").fresh()
     text = f"./{text}" if text.startswith("-") else text
     here = os.getcwd()
@@ -645,3 +767,18 @@ def test_the_package_never_loads_code_from_data():
                 said = [ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg == "allow_pickle"]
                 assert said == (["False"] if ast.unparse(node.func) == "np.load" else []), path
             assert not {name.split(".")[0] for name in names} & LOADERS, path
+
+
+# --- by hand ----------------------------------------------------------------------------------------------------------
+
+
+def main():
+    code = pytest.main([__file__, "--hypothesis-profile", "random", "-q", "-p", "no:randomly"])
+    tried = sys.modules["test_hostile"].TRIED
+    for what, count in sorted(tried.items()):
+        print(f"{count:>8,}  {what}")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

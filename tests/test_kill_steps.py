@@ -7,17 +7,20 @@ the next run as well, and prints how many steps and runs that were. `test_kill.p
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers_faults import Knife, bits, is_right, make, quick, ram_folder
 
 import jacstore
 import jacstore.checkpoints
 from jacstore import gram
+from jacstore.errors import Mismatch
 from jacstore.progress import BatchDone, SlabDone
 from jacstore.testing import Counting
 
@@ -65,6 +68,8 @@ def quickly():
 class Scene:
     """A job, its steps and its result when nobody kills it, and places to run it anew."""
 
+    verified_every = 4
+
     def __init__(self, kind, name, folder):
         self.kind, self.job, self.folder = kind, JOBS[name], folder
         self.start = folder / "start"
@@ -75,7 +80,7 @@ class Scene:
         self.seen = Counting()
         assert self.run(place, self.whole, self.seen).complete
         self.truth = bits(jacstore.open(place / "out"))
-        self.killed = self.resumed = 0
+        self.killed = self.resumed = self.verified = 0
 
     def fresh(self):
         shutil.rmtree(self.folder / "place", ignore_errors=True)
@@ -98,8 +103,10 @@ class Scene:
                 kept = max(kept, self.check_what_is_said(place))
         done = self.run(place, Knife(), seen)
         self.resumed += 1
-        # Verifying takes longer than all the rest: every fourth is.
-        assert done.complete and is_right(place / "out", self.truth, verified=self.resumed % 4 == 0)
+        # Verifying takes longer than all the rest.
+        verified = self.resumed % self.verified_every == 0
+        assert done.complete and is_right(place / "out", self.truth, verified=verified)
+        self.verified += verified
         self.check_what_is_kept(done, seen, kept, 2 if again_at else 1)
 
     def check_what_is_said(self, place):
@@ -109,7 +116,8 @@ class Scene:
         opened = jacstore.open(place / "out")
         info = opened.info()
         if (info["complete"] and info["dtype"] != "float64") or (self.job is not overwrite and info["complete"]):
-            assert is_right(place / "out", self.truth)
+            assert is_right(place / "out", self.truth, verified=True)
+            self.verified += 1
         return info.get("units_done", 0) if self.job is build else 0
 
     def check_what_is_kept(self, done, seen, kept, kills):
@@ -128,15 +136,29 @@ def scene(request):
         yield lambda kind, name: Scene(kind, name, folder)
 
 
-@pytest.mark.parametrize(("kind", "name"), CASES)
-def test_a_kill_before_any_step_loses_and_falsifies_nothing(kind, name, scene):
+# Of builds and grams; all steps of the rest are killed by hand.
+QUICK = {("dense", "build"): 1, ("dense", "one_gram"): 1, ("factored", "build"): 4, ("factored", "one_gram"): 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "every"),
+    [
+        *((*case, every) for case, every in QUICK.items()),
+        *(pytest.param(*case, 1, marks=pytest.mark.slow) for case in CASES if QUICK.get(case) != 1),
+    ],
+)
+def test_a_kill_before_any_step_loses_and_falsifies_nothing(kind, name, every, scene):
     scene = scene(kind, name)
-    for at in range(1, len(scene.whole.steps) + 1):
-        scene.kill_and_resume(at, power_cut=at % 2 == 0)
-    assert scene.resumed == len(scene.whole.steps) > 20
+    steps = range(1, len(scene.whole.steps) + 1, every)
+    for count, at in enumerate(steps):
+        scene.kill_and_resume(at, power_cut=count % 2 == 0)
+    assert scene.resumed == len(steps) > 20
 
 
-@pytest.mark.parametrize(("kind", "name"), [("dense", "build"), ("dense", "two_parts"), ("factored", "one_gram")])
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in (("dense", "two_parts"), ("factored", "one_gram"))]
+
+
+@pytest.mark.parametrize(("kind", "name"), [("dense", "build"), *SLOW])
 def test_the_run_that_sweeps_may_be_killed_too(kind, name, scene):
     scene = scene(kind, name)
     # One place of each kind of step, as late as it comes.
@@ -153,12 +175,77 @@ def test_all_kinds_of_steps_are_met(scene):
     assert set(met) == {"create", "clear", "write", "record", "rename", "remove"} | flushing
 
 
+# --- what is kept beside stores and kernels ---------------------------------------------------------------------------
+
+
+def normal_matrix(place, alpha=0.1, **options):
+    return jacstore.ggn(place / "run.jac", "gaussian", alpha, out=place / "out", **options)
+
+
+def samples(place, alpha=0.1, **options):
+    draw = {"alpha": alpha, "n": 2, "key": 0, "method": "perturb", "out": place / "out.npy"}
+    return jacstore.sample(place / "run.jac", place / "run.ntk", **draw, **options)
+
+
+def factor(place, alpha=0.1):
+    return jacstore.KernelFactor(jacstore.open(place / "run.ntk"), alpha).solve(np.arange(6.0).reshape(3, 2))
+
+
+@pytest.fixture
+def start():
+    """A store of factors and its kernel, and a function that gives a copy of both."""
+    with ram_folder() as folder:
+        make("factored", folder / "start" / "run.jac", examples=EXAMPLES)
+        gram(folder / "start" / "run.jac", folder / "start" / "run.ntk", tile=2)
+
+        def fresh():
+            shutil.rmtree(folder / "place", ignore_errors=True)
+            return Path(shutil.copytree(folder / "start", folder / "place"))
+
+        yield fresh
+
+
+def steps_of(job, place):
+    knife = Knife()
+    return knife.run(lambda: job(place), place / "out"), knife.steps
+
+
+@pytest.mark.parametrize("job", [normal_matrix, pytest.param(samples, marks=pytest.mark.slow), factor])
+def test_a_kill_before_any_step_of_what_is_kept_beside_changes_no_result(job, start):
+    truth, steps = steps_of(job, start())
+    assert len(steps) > 10
+    for at in range(1, len(steps) + 1):
+        place = start()
+        assert Knife(at).run(lambda place=place: job(place), place / "out") is None
+        assert np.array_equal(job(place), truth), at
+        # What the second run kept is what it gave.
+        assert np.array_equal(job(place), truth), at
+
+
+@pytest.mark.parametrize("job", [normal_matrix, samples])
+def test_an_overwriting_that_is_killed_leaves_nothing_to_another_request(job, start):
+    truth = job(start(), 0.3)
+    _, steps = steps_of(job, start())
+    # Nearly all of another request: a checkpoint or a finished pass is there, the result is not.
+    last = max(at for at, (step, _) in enumerate(steps, start=1) if step == "write")
+    place = start()
+    assert Knife(last).run(lambda: job(place), place / "out") is None
+    half = shutil.copytree(place, place.parent / "half")
+    for at in range(1, 13):
+        shutil.rmtree(place)
+        shutil.copytree(half, place)
+        Knife(at).run(lambda: job(place, 0.2, overwrite=True), place / "out")
+        with contextlib.suppress(Mismatch):
+            assert np.array_equal(job(place, 0.3), truth), at
+
+
 # --- by hand ----------------------------------------------------------------------------------------------------------
 
 
 def main():
-    print(f"{'store':10} {'job':12} {'steps':>6} {'kills':>7} {'resumed':>8}")
-    total = Counter()
+    columns = ("steps", "kills", "resumed", "verified")
+    print(f"{'store':10} {'job':12}" + "".join(f"{name:>9}" for name in columns))
+    total, Scene.verified_every = Counter(), 1
     with quick() as patch, ram_folder() as folder:
         patch.setattr(jacstore.checkpoints, "CHECKPOINT_SHARE", 1e9)
         for kind, name in CASES:
@@ -167,12 +254,12 @@ def main():
                 for power_cut in (False, True):
                     scene.kill_and_resume(at, power_cut=power_cut)
                     scene.kill_and_resume(at, power_cut=power_cut, again_at=1 + at * 7 % 30)
-            counts = {"steps": len(scene.whole.steps), "kills": scene.killed, "resumed": scene.resumed}
+            counts = dict(
+                zip(columns, (len(scene.whole.steps), scene.killed, scene.resumed, scene.verified), strict=True)
+            )
             total.update(counts)
-            print(f"{kind:10} {name:12} {counts['steps']:>6} {counts['kills']:>7} {counts['resumed']:>8}", flush=True)
-    print(
-        f"{'':10} {'all':12} {total['steps']:>6} {total['kills']:>7} {total['resumed']:>8}: nothing lost, nothing wrong"
-    )
+            print(f"{kind:10} {name:12}" + "".join(f"{counts[key]:>9,}" for key in columns), flush=True)
+    print(f"{'':10} {'all':12}" + "".join(f"{total[key]:>9,}" for key in columns) + ": nothing lost, nothing wrong")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Built, killed, resumed, damaged, read, begun anew, in parts and in any order: the promise holds at every moment.
 
-What is called done is right, what is not right is named, and what was computed is kept. Some hundred histories are
+What is called done is right, what is not right is named, and what was computed is kept. Three hundred histories are
 drawn by default; `python tests/test_stateful.py --histories 5000` draws others and prints what happened in them.
 """
 
@@ -82,9 +82,12 @@ class Promise(RuleBasedStateMachine):
                 if kernel.complete:
                     return
 
-    @initialize(kind=st.sampled_from(["dense", "factored"]), parts=st.sampled_from([1, 1, 2]))
-    def begin(self, kind, parts):
+    @initialize(
+        kind=st.sampled_from(["dense", "factored"]), parts=st.sampled_from([1, 1, 2]), at=KILLS, power_cut=st.booleans()
+    )
+    def begin(self, kind, parts, at, power_cut):
         self.kind, self.parts = kind, parts
+        self.build(None, at, power_cut)
 
     @rule(part=st.sampled_from([None, None, "1/2", "2/2"]), at=KILLS, power_cut=st.booleans())
     def build(self, part, at, power_cut):
@@ -101,6 +104,7 @@ class Promise(RuleBasedStateMachine):
             with contextlib.suppress(Damaged):
                 self.damaged["store"] = not is_right(self.store, self.truth("store"))
 
+    @precondition(lambda self: self.store.exists())
     @rule(number=st.sampled_from([1, 2]), at=KILLS, power_cut=st.booleans())
     def gram(self, number, at, power_cut):
         knife = Knife(at, power_cut)
@@ -158,10 +162,12 @@ class Promise(RuleBasedStateMachine):
         self.damaged[what] = True
         HAPPENED[f"damaged: {damage}"] += 1
 
+    @precondition(lambda self: self.store.exists())
     @rule(what=st.sampled_from(["store", "kernel"]))
     def read(self, what):
         self.look(self.store if what == "store" else self.kernel)
 
+    @precondition(lambda self: self.store.exists())
     @rule(what=st.sampled_from(["store", "kernel"]))
     def verify(self, what):
         """What verify calls right is right, and what nothing was done to it calls right."""
