@@ -172,6 +172,7 @@ def disturb(what: str, case: Case, place: Path, truth: dict[str, Any], draw: ran
     found, kills = None, 0
     while found is None:
         after = draw.random() * 1.3 * truth["seconds"][what] if kills < KILLS_A_JOB else None
+        kept = finished(what, case, place)
         found, _ = run(what, case, place, kill_after=after)
         tally.counts["processes"] += 1
         if found is None:
@@ -182,9 +183,20 @@ def disturb(what: str, case: Case, place: Path, truth: dict[str, Any], draw: ran
                 right = said == truth[reading] or said == {"complete": False, "digest": None}
                 tally.check(right, f"case {case.seed}: after a kill of {what}, {reading} says {said}")
     tally.check("error" not in found, f"case {case.seed}: {what} says {found}")
+    reused = found.get("units_reused" if what == "build" else "tiles_reused", 0)
+    tally.check(reused >= kept, f"case {case.seed}: {what} used {reused} of {kept} finished pieces again")
+    tally.counts["finished pieces kept"] += kept
     said, _ = run(reading, case, place)
     tally.check(said == truth[reading], f"case {case.seed}: {what} ended after {kills} kills, {reading} says {said}")
     verify(reading.replace("read", "verify"), case, place, tally)
+
+
+def finished(what: str, case: Case, place: Path) -> int:
+    """Units, or tiles of a gram in one part, that have a record."""
+    if what == "build":
+        return len(list((place / "run.jac" / "ledger").glob("unit-*.json")))
+    records = (place / "run.ntk" / "ledger").glob("tiles-*.json")
+    return sum(json.loads(path.read_text())["tiles"] for path in records) if case.parts == 1 else 0
 
 
 def verify(what: str, case: Case, place: Path, tally: Tally) -> None:
