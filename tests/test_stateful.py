@@ -241,10 +241,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--histories", type=int, default=5000)
     given = parser.parse_args()
-    with prepared():
-        run_state_machine_as_test(Promise, settings=histories(given.histories, derandomize=False, database=None))
-    for what, count in sorted(HAPPENED.items()):
-        print(f"{count:>8,}  {what}")
+    try:
+        with prepared():
+            run_state_machine_as_test(Promise, settings=histories(given.histories, derandomize=False, database=None))
+    finally:
+        # Also of those that were interrupted.
+        for what, count in sorted(HAPPENED.items()):
+            print(f"{count:>8,}  {what}")
 
 
 if __name__ == "__main__":
