@@ -293,7 +293,7 @@ def test_attributes_that_say_anything_are_one_line(kind, name, scenes):
     pristine = json.loads((scene.pristine / name / "zarr.json").read_text())
 
     @given(data=st.data())
-    @drawn(15, 1000)
+    @drawn(10, 1000)
     def check(data):
         TRIED["inputs: attributes"] += 1
         place = scene.fresh()
@@ -316,7 +316,7 @@ def test_records_that_say_anything_are_one_line_and_nothing_wrong_is_called_done
     assert {"unit", "tiles", "item"} < kinds and any(kind.startswith("checkpoint") for kind in kinds)
 
     @given(data=st.data())
-    @drawn(40, 3000)
+    @drawn(25, 3000)
     def check(data):
         TRIED["inputs: records"] += 1
         place = scene.fresh()

@@ -138,7 +138,7 @@ def scene(request):
 
 
 # Of builds and grams; all steps of the rest are killed by hand.
-QUICK = {("dense", "build"): 1, ("dense", "one_gram"): 1, ("factored", "build"): 4, ("factored", "one_gram"): 2}
+QUICK = {("dense", "build"): 1, ("dense", "one_gram"): 1, ("factored", "build"): 6, ("factored", "one_gram"): 2}
 
 
 @pytest.mark.parametrize(

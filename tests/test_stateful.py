@@ -62,11 +62,14 @@ class Promise(RuleBasedStateMachine):
     def teardown(self):
         """Whatever happened, the same commands lead to what is right."""
         try:
-            self.verify("store")
+            # Sizes are looked at anyway; of a changed byte a check leaves a note.
+            if self.damaged["store"]:
+                self.verify("store")
             store = make(self.kind, self.store, **STORE)
             assert store.complete and is_right(self.store, self.truth("store"))
             self.damaged["store"] = False
-            self.verify("kernel")
+            if self.damaged["kernel"]:
+                self.verify("kernel")
             self.finish_kernel()
             assert is_right(self.kernel, self.truth("kernel"))
             HAPPENED["histories"] += 1
@@ -225,7 +228,7 @@ class Promise(RuleBasedStateMachine):
 def histories(count, **more):
     checks = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
     return settings(
-        max_examples=count, stateful_step_count=6, deadline=None, suppress_health_check=checks,
+        max_examples=count, stateful_step_count=5, deadline=None, suppress_health_check=checks,
         phases=[Phase.generate], **more,
     )  # fmt: skip
 
