@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 
 from jacstore import hierarchy, machine
+from jacstore.attributes import check_plan_for
 from jacstore.bounds import entry_error
 from jacstore.checkpoints import CHECKPOINT_SHARE, CHECKPOINT_SPEED, Checkpoints
 from jacstore.cluster import cluster_at, connect, on_cluster, on_threads
 from jacstore.engine import PRECISIONS
 from jacstore.errors import Damaged, Locked, Refused
 from jacstore.files import Files, Folder
-from jacstore.item import Work, common_dtype, finish_group, make_engine, partial_name, repair_tiles
+from jacstore.item import Work, common_dtype, finish_group, leaves_of, make_engine, partial_name, repair_tiles
 from jacstore.kernel import FACTORS, LEAVES, WHOLE, Kernel, expected_bytes, layouts
 from jacstore.lazy import as_store, check_mode, default_precision, made_alike, refuse_unlike
 from jacstore.ledger import Lock, compare_requested, record_name, sweep
@@ -299,6 +300,7 @@ class _Job:
                 self._create(files)
             kernel = Kernel(files, self.out)
             compare_requested(self.out, kernel.requested, self.requested)
+            require_plan_of(kernel, self.rows, self.cols)
         allowed = self.memory * self.part[1]
         if kernel.plan.memory_bytes > max(allowed, 1) and not kernel.complete:
             raise Refused(
@@ -365,15 +367,14 @@ class _Job:
         with lock or contextlib.nullcontext():
             damaged = _damaged_tiles(kernel)
             _sweep(kernel, mine)
-            done = set(kernel.ledger.done("item"))
-            finished = _finished_groups(kernel)
-            todo = [n for n in mine if n not in done and items[n].group not in finished]
-            tiles_before = _tiles_done(kernel) - sum(map(len, damaged.values()))
-            listener(Started(what="items", total=len(mine), done=len(mine) - len(todo)))
             threads = max(1, machine.cores() // self.share) if self.share > 1 else None
             work = Work(
                 rows=self.rows, cols=self.cols, kernel=kernel, threads=threads, device_memory=self._resident_bytes()
             )
+            done, finished = _items_done(work), _finished_groups(kernel)
+            todo = [n for n in mine if n not in done and items[n].group not in finished]
+            tiles_before = _tiles_done(kernel) - sum(map(len, damaged.values()))
+            listener(Started(what="items", total=len(mine), done=len(mine) - len(todo)))
             results = self._repair(work, damaged, listener, stop)
             results += self._execute(work, todo, listener, stop)
             results += self._finish(work, listener)
@@ -447,7 +448,7 @@ class _Job:
     def _finish(self, work: Work, listener: Listener) -> list[dict[str, Any]]:
         """Add up partial sums of groups whose items are all done; another part may be doing so."""
         kernel, results = work.kernel, []
-        done, finished = set(kernel.ledger.done("item")), _finished_groups(kernel)
+        done, finished = _items_done(work), _finished_groups(kernel)
         for group in range(len(kernel.plan.groups)):
             items = {item.number for item in kernel.plan.items if item.group == group}
             if group in finished or not items <= done:
@@ -524,6 +525,23 @@ class _Job:
         return 2 * int(np.prod(shape)) * depth / seconds, read
 
 
+def require_plan_of(kernel: Kernel, rows: JacobianStore, cols: JacobianStore | None) -> None:
+    """Refuse a kernel that was planned for other stores, whatever its request says.
+
+    Raises
+    ------
+    Damaged
+        Saying what does not agree.
+    """
+    side = None if cols is None else cols.side
+    try:
+        check_plan_for(kernel.plan, rows.side, side, rows.n_outputs, rows.leaves, rows.n_columns)
+        if kernel.leaves not in ([], [leaf.path for leaf in rows.leaves]):
+            raise Damaged("it does not hold that its leaves are those of the stores")
+    except Damaged as error:
+        raise Damaged(f"{kernel.path}: its attributes are damaged: {error}") from error
+
+
 def _relative(store: str, kernel: str) -> str:
     """A store's path relative to its kernel, so that both can be moved together."""
     if "memory://" in (store, kernel):
@@ -561,15 +579,34 @@ def _damaged_tiles(kernel: Kernel) -> dict[int, list[tuple[int, int]]]:
             tiles = kernel.to_recompute(number)
         except Damaged:
             kernel.ledger.forget("tiles", number)
-            for item in kernel.plan.items:
-                if item.group == number // len(kernel.layouts):
-                    kernel.ledger.forget("item", item.number)
+            # A note about what is computed anew would have it computed once more.
+            kernel.ledger.forget("suspect", number)
             continue
         if tiles:
             damaged[number] = tiles
         elif kernel.files.size(record_name("suspect", number)) is not None:
             kernel.ledger.forget("suspect", number)
     return damaged
+
+
+def _items_done(work: Work) -> set[int]:
+    """Items whose results are there: tiles, or the partial sums of a group that is still to be added up."""
+    kernel, plan = work.kernel, work.kernel.plan
+    finished, tiles = _finished_groups(kernel), set(kernel.ledger.done("tiles"))
+    done = set()
+    for number in kernel.ledger.done("item"):
+        item = plan.items[number]
+        if item.group in finished:
+            done.add(number)
+        elif kernel.leaves:
+            first = item.group * len(kernel.layouts)
+            if {first + leaf for leaf in leaves_of(work.rows, plan, item)} <= tiles:
+                done.add(number)
+        elif kernel.files.size(partial_name(number)) == 8 * sum(
+            int(np.prod(plan.tile_shape(i, j))) for i, j in plan.tiles_of(plan.groups[item.group])
+        ):
+            done.add(number)
+    return done
 
 
 def _finished_groups(kernel: Kernel) -> set[int]:
@@ -580,4 +617,4 @@ def _finished_groups(kernel: Kernel) -> set[int]:
 
 
 def _tiles_done(kernel: Kernel) -> int:
-    return sum(kernel.ledger.read("tiles", number)["tiles"] for number in kernel.ledger.done("tiles"))
+    return sum(kernel.record(number).tiles for number in kernel.ledger.done("tiles"))

@@ -32,11 +32,18 @@ def naming(what: str, change: str) -> Iterator[None]:
 
 def one_line(error: BaseException) -> str:
     """`Type: message (file:line)`, the place being the innermost line of the user's own code, if there is one."""
-    text = error.msg if isinstance(error, SyntaxError) else str(error)
-    text = " ".join(text.split())
+    text = " ".join(_said(error).split())
     text = text if len(text) <= MESSAGE_LENGTH else text[: MESSAGE_LENGTH - 1] + "…"
     place = _place(error)
     return f"{kind_of(error)}{': ' if text else ''}{text}{f' ({place})' if place else ''}"
+
+
+def _said(error: BaseException) -> str:
+    """What an exception says; nothing if saying it fails as well."""
+    try:
+        return str(error.msg or "") if isinstance(error, SyntaxError) else str(error)
+    except Exception:
+        return ""
 
 
 def _place(error: BaseException) -> str:

@@ -20,6 +20,7 @@ import numpy as np
 
 from jacstore import hierarchy, machine
 from jacstore.assembly import gram
+from jacstore.attributes import DTYPES
 from jacstore.blocks import UnitBlock, storage_dtype
 from jacstore.bounds import NORM_RUN, compute_dtype
 from jacstore.codec import fastest_codec, measured_disk_speed
@@ -32,7 +33,7 @@ from jacstore.pieces import CODECS
 from jacstore.plan import StorePlan, plan_store
 from jacstore.problem import Prepared, Problem, prepare
 from jacstore.progress import BatchDone, Listener, Started, silent
-from jacstore.store import DTYPES, JacobianStore, leaf_table
+from jacstore.store import JacobianStore, leaf_table
 from jacstore.trace import cut_before_products
 from jacstore.unit import Unit, refuse_other_inputs
 from jacstore.writer import StoreWriter, factor_bytes, refuse_small_disk

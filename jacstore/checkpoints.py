@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -14,6 +15,7 @@ from jacstore.errors import Damaged
 from jacstore.files import Files, Folder
 from jacstore.ledger import Ledger
 from jacstore.pieces import raw
+from jacstore.schema import Open, typed
 
 # Checkpoints may take this share of the time; a kill then loses at most their cost divided by it.
 CHECKPOINT_SHARE = 0.05
@@ -26,6 +28,14 @@ class Holder(Protocol):
 
     files: Files
     ledger: Ledger
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointRecord(Open):
+    """What the record of a checkpoint says: the first slab that is not in the sums, and their checksums."""
+
+    slab: int
+    checksums: tuple[int, ...]
 
 
 class Checkpoints:
@@ -54,13 +64,14 @@ class Checkpoints:
         self.last = time.perf_counter()
         self.cost = self.last - started
 
-    def load(self) -> tuple[int, list[np.ndarray]]:
-        """The newest valid checkpoint: its slab and sums; slab 0 and nothing if there is none."""
+    def load(self, slabs: int) -> tuple[int, list[np.ndarray]]:
+        """The newest valid checkpoint before slab `slabs`: its slab and sums; slab 0 and nothing if there is none."""
         found = []
         for turn in (0, 1):
-            with contextlib.suppress(Damaged, KeyError):
-                record = self.kernel.ledger.read(f"checkpoint-{turn}", self.item)
-                found.append((record["slab"], turn, record["checksums"]))
+            with contextlib.suppress(Damaged):
+                record = typed(CheckpointRecord, self.kernel.ledger.read(f"checkpoint-{turn}", self.item))
+                if record.slab < slabs:
+                    found.append((record.slab, turn, record.checksums))
         for slab, turn, checksums in sorted(found, reverse=True):
             totals = [np.empty(shape) for shape in self.shapes]
             views = [raw(total) for total in totals]
@@ -68,7 +79,7 @@ class Checkpoints:
             with contextlib.suppress(Damaged):
                 name = f"checkpoints/item-{self.item:07d}-{turn}.bin"
                 self.kernel.files.read_into(name, list(zip(map(int, offsets), views, strict=True)))
-                if [crc32c(view) for view in views] == checksums:
+                if tuple(crc32c(view) for view in views) == checksums:
                     self.turn = 1 - turn
                     return slab, totals
         return 0, []
@@ -90,7 +101,7 @@ class NoCheckpoints:
     def save(self, slab: int, totals: Iterable[np.ndarray]) -> None:
         """Keep nothing."""
 
-    def load(self) -> tuple[int, list[np.ndarray]]:
+    def load(self, slabs: int) -> tuple[int, list[np.ndarray]]:
         """From the beginning."""
         return 0, []
 

@@ -18,6 +18,7 @@ import click
 from jacstore.errors import Damaged, JacstoreError
 from jacstore.progress import BatchDone, Event, ItemDone, SlabDone, Started, UnitDone, Waiting
 
+LONGEST_WORD = 400
 SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1")
 
 
@@ -108,7 +109,7 @@ class _OneLine(click.Group):
         try:
             returned = super().main(*args, **{**kwargs, "standalone_mode": False})
         except click.ClickException as error:
-            click.echo(f"jacstore: {' '.join(error.format_message().split())} (jacstore --help lists all)", err=True)
+            click.echo(f"jacstore: {_short(error.format_message())} (jacstore --help lists all)", err=True)
             sys.exit(2)
         except click.Abort:
             sys.exit(130)
@@ -162,6 +163,10 @@ def _run(
         _fail(error, 130, shared["debug"], stop)
     except BrokenPipeError:
         sys.exit(0)
+    except MemoryError as error:
+        lines.close()
+        given = RuntimeError(f"not enough memory: {error}; give less --memory, smaller tiles or units, or free some")
+        _fail(given.with_traceback(error.__traceback__), 2, shared["debug"], stop)
     except Exception as error:
         lines.close()
         if stop():
@@ -178,11 +183,17 @@ def _fail(error: BaseException, code: int, debug: bool, stop: _Stop) -> None:
         import traceback
 
         traceback.print_exception(error)
-    message = " ".join(str(error).split())
+    message = _short(str(error))
     if code == 130:
         message = f"{stop.received or 'SIGINT'}: {message or 'interrupted'}; to continue: {_command_line()}"
     click.echo(f"jacstore: {message}", err=True)
     sys.exit(code)
+
+
+def _short(message: str) -> str:
+    """One line, in which no word is longer than a long path."""
+    words = message.split()
+    return " ".join(word if len(word) <= LONGEST_WORD else word[:LONGEST_WORD] + "…" for word in words)
 
 
 def _command_line() -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,22 @@ from jacstore.ledger import Lock, sweep
 from jacstore.machine import format_size
 from jacstore.pieces import ArrayLayout, FileEncoder, FileRecord, decode, raw
 from jacstore.progress import silent
+from jacstore.schema import Open, short_hash, typed
 
 SQUARE = 2048
 NUMBER = 0  # of the one record of each kind
 # Range of the locks, apart from those of items and groups, so that starting a kernel anew waits for nobody's factor.
 LOCK = {"cholesky": 2_000_000, "eigh": 2_000_001}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FactorRecord(Open):
+    """What the record of a factorization says: the kernel it is of, what was added to its diagonal, its norm, files."""
+
+    of: str
+    alpha: float | None
+    norm: float
+    files: dict[str, Any]
 
 
 class Kept:
@@ -41,10 +53,10 @@ class Kept:
         self.kernel, self.files, self.method, self.alpha = kernel, files, method, alpha
         self.rows = kernel.shape[0]
         self.identity = _identity(kernel)
-        self.found: dict[str, Any] | None = None
-        with contextlib.suppress(Damaged, KeyError):
-            record = kernel.ledger.read(self._kind, NUMBER)
-            if (record["of"], record["alpha"]) == (self.identity, alpha):
+        self.found: FactorRecord | None = None
+        with contextlib.suppress(Damaged):
+            record = typed(FactorRecord, kernel.ledger.read(self._kind, NUMBER))
+            if (record.of, record.alpha) == (self.identity, alpha):
                 self.found = record
 
     @property
@@ -89,22 +101,25 @@ class Kept:
         """The arrays of the record that was found; None if their files are no longer what was recorded."""
         try:
             return [self._read(layout) for layout in self.layouts()]
-        except (Damaged, KeyError):
+        except Damaged:
             # It can be computed again, unlike what it was computed from.
             self.found = None
             return None
 
     def load_values(self) -> np.ndarray | None:
         """Eigenvalues alone, ascending."""
-        with contextlib.suppress(Damaged, KeyError):
+        with contextlib.suppress(Damaged):
             return self._read(self.layouts()[0])
         return None
 
     def _read(self, layout: ArrayLayout) -> np.ndarray:
-        files: dict[str, Any] = (self.found or {})["files"]
+        files = {} if self.found is None else self.found.files
         whole, piece = np.empty(layout.shape), np.empty(layout.piece)
         for at in self._squares(layout):
             name = layout.file_name(at)
+            if name not in files:
+                raise Damaged(f"{name} has no record")
+            layout.check_record(files[name], 0, name)
             body = raw(piece)
             self.files.read_into(name, [(0, body)])
             decode(body, FileRecord.from_list(files[name]).pieces[0], piece, layout, name)
@@ -148,5 +163,5 @@ def kept_for(kernel: Kernel | None, method: str, alpha: float | None = None) -> 
 
 def _identity(kernel: Kernel) -> str:
     """What was asked for, and the bytes that came of it."""
-    facts = [kernel.ledger.read("tiles", number)["files"] for number in kernel.ledger.done("tiles")]
-    return hierarchy.short_hash([kernel.identity(), sorted(item for files in facts for item in files.items())])
+    facts = [kernel.record(number).files for number in kernel.ledger.done("tiles")]
+    return short_hash([kernel.identity(), sorted(item for files in facts for item in files.items())])

@@ -37,7 +37,7 @@ def factorize(
     kept = kept_for(gram.kernel, method, alpha) if keep else None
     if kept is not None and kept.found:
         require_memory(bytes_needed("kept", rows), memory, f"reading the {what}", "leave rows out")
-        norm, arrays = float(kept.found["norm"]), kept.load()
+        norm, arrays = kept.found.norm, kept.load()
         if arrays is not None:
             found = Cholesky(arrays[0], alpha) if alpha is not None else Eigen(arrays[0], arrays[1], alphas)
             return found, norm, True

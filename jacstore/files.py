@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import shutil
+import stat
 import tempfile
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 from jacstore.errors import Damaged, Refused
 from jacstore.machine import format_size
@@ -55,6 +57,8 @@ class Folder:
     """
 
     def __init__(self, root: str | Path) -> None:
+        if "\0" in str(root) or not str(root):
+            raise Refused(f"{str(root)!r} is no path; give the path of a folder (--out, out=)")
         self.root = Path(root)
         self.bytes_read = 0
         self._count = threading.Lock()
@@ -64,14 +68,51 @@ class Folder:
         """Bytes in RAM: none."""
         return 0
 
+    def inside(self, name: str) -> Path:
+        """The path of a file that is about to be written or removed.
+
+        Raises
+        ------
+        Refused
+            If a link on the way to it leads elsewhere.
+        """
+        path = self.root / name
+        folder = os.path.join(os.path.realpath(self.root), *Path(name).parts[:-1])
+        if os.path.realpath(folder) != folder:
+            raise Refused(
+                f"{path.parent} is reached through a link, and nothing is written through links; put a folder in its "
+                "place, or give another one (--out, out=)"
+            )
+        return path
+
+    def about_to_create(self, name: str) -> Path:
+        """As `inside`, for metadata that Zarr writes."""
+        before_step("create", name)
+        return self.inside(name)
+
+    @contextlib.contextmanager
+    def guard(self, name: str) -> Iterator[None]:
+        """One process of this host at a time is inside."""
+        try:
+            descriptor = os.open(self.inside(name), os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        except OSError as error:
+            raise explain(error, self.root / name, 0) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
     def write(self, name: str, buffers: Iterable[Buffer]) -> int:
         """Write and flush one file from buffers that may be produced while it is written; return its size."""
-        path = self.root / name
+        path = self.inside(name)
         size = 0
         before_step("write", name)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            # Without waiting, should a pipe stand there.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
+            descriptor = os.open(path, flags, 0o666)
             try:
                 for buffer in buffers:
                     view = memoryview(buffer).cast("B")
@@ -98,11 +139,14 @@ class Folder:
                 folder = folder.parent
         for folder in folders:
             before_step("fsync folder", str(folder.relative_to(self.root)))
-            _sync_folder(folder)
+            try:
+                _sync_folder(folder)
+            except OSError as error:
+                raise explain(error, folder, 0) from error
 
     def publish(self, name: str, data: bytes) -> None:
         """Put a small file in place in one step: temporary name, flush, rename, flush the folder."""
-        path = self.root / name
+        path = self.inside(name)
         temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
         before_step("record", name)
         try:
@@ -117,7 +161,8 @@ class Folder:
             before_step("fsync renamed", name)
             _sync_folder(path.parent)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
             raise explain(error, path, len(data)) from error
 
     def read(self, name: str) -> bytes:
@@ -128,7 +173,36 @@ class Folder:
         FileNotFoundError
             If there is none.
         """
-        return (self.root / name).read_bytes()
+        with self.open(name) as file:
+            return file.read()
+
+    def open(self, name: str) -> BinaryIO:
+        """A file to be read; errors are those of `read`."""
+        return os.fdopen(self._open(name), "rb")
+
+    def _open(self, name: str) -> int:
+        """A descriptor of a regular file.
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is none.
+        Damaged, Refused
+            If there is something else, or it cannot be read.
+        """
+        try:
+            # Without waiting, should a pipe stand there.
+            descriptor = os.open(self.root / name, os.O_RDONLY | os.O_NONBLOCK)
+        except (FileNotFoundError, NotADirectoryError):
+            raise FileNotFoundError(name) from None
+        except PermissionError as error:
+            raise _unreadable(error, self.root / name) from error
+        except OSError as error:
+            raise Damaged(f"{name} cannot be read ({error.strerror})") from error
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise Damaged(f"{name} is not a file")
+        return descriptor
 
     def read_into(self, name: str, spans: Iterable[tuple[int, memoryview]]) -> None:
         """Fill each buffer from its offset of one file, opened once.
@@ -139,7 +213,7 @@ class Folder:
             If the file is missing or too short.
         """
         try:
-            descriptor = os.open(self.root / name, os.O_RDONLY)
+            descriptor = self._open(name)
         except FileNotFoundError:
             raise Damaged(f"{name} is missing") from None
         total = 0
@@ -152,29 +226,42 @@ class Folder:
                         raise Damaged(f"{name} ends at byte {offset + filled}, before what was recorded")
                     filled += got
                 total += filled
+        except OSError as error:
+            raise Damaged(f"{name} cannot be read ({error.strerror})") from error
         finally:
             os.close(descriptor)
             with self._count:
                 self.bytes_read += total
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file; None if it is missing."""
+        """Bytes of a file; None if it is missing or something else."""
         try:
-            return (self.root / name).stat().st_size
-        except (FileNotFoundError, NotADirectoryError):
+            found = (self.root / name).stat()
+        except PermissionError as error:
+            raise _unreadable(error, self.root / name) from error
+        except OSError:
             return None
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def names(self, folder: str) -> list[str]:
         """Names of the files directly below a folder, sorted."""
         try:
-            return sorted(entry.name for entry in os.scandir(self.root / folder) if entry.is_file())
-        except FileNotFoundError:
+            with os.scandir(self.root / folder) as entries:
+                return sorted(entry.name for entry in entries if entry.is_file())
+        except (FileNotFoundError, NotADirectoryError):
             return []
+        except OSError as error:
+            raise _unreadable(error, self.root / folder) from error
 
     def remove(self, name: str) -> None:
         """Delete a file if it is there."""
         before_step("remove", name)
-        (self.root / name).unlink(missing_ok=True)
+        try:
+            self.inside(name).unlink(missing_ok=True)
+        except NotADirectoryError:
+            pass
+        except OSError as error:
+            raise explain(error, self.root / name, 0) from error
 
     def remove_folder(self, name: str) -> None:
         """Delete a folder if it is there and empty."""
@@ -276,12 +363,20 @@ class Memory:
 
 def clear_folder(path: Path, first: str) -> None:
     """Empty a folder; the file `first`, which makes it count, goes before the rest."""
+    before_step("clear", first)
     (path / first).unlink(missing_ok=True)
-    for entry in os.scandir(path):
+    with os.scandir(path) as entries:
+        found = list(entries)
+    for entry in found:
+        before_step("clear", entry.name)
         if entry.is_dir(follow_symlinks=False):
             shutil.rmtree(entry.path)
         else:
             os.unlink(entry.path)
+
+
+def _unreadable(error: OSError, path: Path) -> Refused:
+    return Refused(f"{path} cannot be read ({error.strerror}); change its mode or owner")
 
 
 def _sync_folder(path: Path) -> None:
@@ -292,8 +387,8 @@ def _sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def explain(error: OSError, path: Path, size: int) -> Exception:
-    """The refusal for a failure that the user can mend; other errors as they are."""
+def explain(error: OSError, path: Path, size: int) -> Refused:
+    """The refusal for a file that could not be written, with what the user can do about it."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return Refused(
             f"disk full while writing {path} ({format_size(size)} of it written); finished work is kept: "
@@ -303,4 +398,7 @@ def explain(error: OSError, path: Path, size: int) -> Exception:
         return Refused(
             f"{path} cannot be written ({error.strerror}); give a folder that you may write to (--out, out=)"
         )
-    return error
+    return Refused(
+        f"{path} cannot be written ({error.strerror or error}); move away what is in its way, or give another folder "
+        "(--out, out=)"
+    )

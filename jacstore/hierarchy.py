@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import hashlib
 import importlib.metadata
 import json
 import operator
@@ -21,7 +19,9 @@ from jacstore.errors import Damaged, Refused
 from jacstore.files import Files, Folder, Memory, clear_folder, explain
 from jacstore.ledger import FOLDER, FORMAT_VERSION, Lock, read_json
 from jacstore.pieces import BLOSC_LEVELS, ArrayLayout
+from jacstore.plan import MAX_ITEMS
 from jacstore.progress import Listener
+from jacstore.schema import short_hash
 
 ROOT = "zarr.json"
 KINDS = ("store", "kernel")
@@ -40,19 +40,19 @@ def create(
     files: Files, layouts: Sequence[ArrayLayout], attributes: dict[str, Any], groups: Sequence[str] = ()
 ) -> None:
     """Make the arrays, then the root group with its attributes. In RAM only the attributes are kept."""
-    attributes = {"format_version": FORMAT_VERSION, **attributes}
+    attributes = {"format_version": FORMAT_VERSION, "sealed": True, **attributes}
     attributes["checksum"] = {"of": sorted(attributes), "blake2b": short_hash(attributes)}
     if isinstance(files, Folder):
         # The ledger is a group too: readers would warn of a folder that is none.
         try:
             for group in (FOLDER, *groups):
                 if files.size(f"{group}/{ROOT}") is None:
-                    zarr.create_group(files.root / group, zarr_format=3)
+                    zarr.create_group(files.about_to_create(f"{group}/{ROOT}").parent, zarr_format=3)
             for layout in layouts:
-                _create_array(files.root, layout)
+                _create_array(files.about_to_create(f"{layout.name}/{ROOT}").parent, layout)
             _flush_metadata(files.root)
             # Zarr writes the root's metadata by rename, so a reader sees all of it or none.
-            zarr.create_group(files.root, zarr_format=3, attributes=attributes)
+            zarr.create_group(files.about_to_create(ROOT).parent, zarr_format=3, attributes=attributes)
             _flush_metadata(files.root)
         except OSError as error:
             raise explain(error, files.root, 0) from error
@@ -64,15 +64,15 @@ def add(files: Folder, group: str, layouts: Sequence[ArrayLayout]) -> None:
     """Make arrays anew below a group of a finished store or kernel; their names begin with the group's."""
     try:
         if files.size(f"{group}/{ROOT}") is None:
-            zarr.create_group(files.root / group, zarr_format=3)
+            zarr.create_group(files.about_to_create(f"{group}/{ROOT}").parent, zarr_format=3)
         for layout in layouts:
-            _create_array(files.root, layout)
+            _create_array(files.about_to_create(f"{layout.name}/{ROOT}").parent, layout)
         _flush_metadata(files.root / group)
     except OSError as error:
         raise explain(error, files.root / group, 0) from error
 
 
-def _create_array(root: Path, layout: ArrayLayout) -> None:
+def _create_array(path: Path, layout: ArrayLayout) -> None:
     compressors: list[Any] = []
     if layout.codec != "none":
         # A string: the enumeration of names is callable in some versions of zarr and not in others.
@@ -80,7 +80,7 @@ def _create_array(root: Path, layout: ArrayLayout) -> None:
         compressors.append(BloscCodec(cname=name, clevel=BLOSC_LEVELS[layout.codec], shuffle="bitshuffle"))
     file_shape = tuple(p * n for p, n in zip(layout.piece, layout.per_file, strict=True))
     zarr.create_array(
-        root / layout.name,
+        path,
         shape=layout.shape,
         chunks=layout.piece,
         shards=file_shape if layout.sharded else None,
@@ -118,16 +118,18 @@ def read_attributes(files: Files, where: str) -> dict[str, Any]:
     if not isinstance(attributes, dict) or attributes.get("kind") not in KINDS:
         raise Refused(f"{where}: a Zarr group, but not a store or kernel of jacstore; check the path")
     found = attributes.get("format_version")
-    if not isinstance(found, int) or found > FORMAT_VERSION:
+    if type(found) is not int or found > FORMAT_VERSION:
         raise Refused(f"{where}: format version {found}, this jacstore reads up to {FORMAT_VERSION}; upgrade jacstore")
     try:
         checked = attributes["checksum"]
-        intact = short_hash({key: attributes[key] for key in checked["of"]}) == checked["blake2b"]
+        guarded: dict[str, Any] = {key: attributes[key] for key in checked["of"]}
+        intact = short_hash(guarded) == checked["blake2b"]
     except (KeyError, TypeError):
         intact = False
     if not intact:
         raise Damaged(f"{where}: the attributes in {ROOT} differ from their checksum")
-    return attributes
+    # Others may have added attributes of their own; no checksum guards those.
+    return guarded
 
 
 def place(out: str | Path | None, memory: int) -> Files:
@@ -151,11 +153,10 @@ def creating(files: Files, where: str, known: Sequence[str], overwrite: bool, li
         if overwrite and files.root.exists():
             _clear(files, where, known, listener)
         _refuse_foreign(files, where, known)
-        (files.root / FOLDER).mkdir(parents=True, exist_ok=True)
+        files.inside(f"{FOLDER}/.creating").parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Refused(f"{where} cannot be written ({error.strerror}); give another folder (--out, out=)") from error
-    with open(files.root / FOLDER / ".creating", "a") as guard:
-        fcntl.flock(guard, fcntl.LOCK_EX)
+    with files.guard(f"{FOLDER}/.creating"):
         yield
 
 
@@ -182,11 +183,6 @@ def _clear(files: Folder, where: str, known: Sequence[str], listener: Listener) 
         clear_folder(files.root, ROOT)
 
 
-def short_hash(value: Any) -> str:
-    """A hash of a JSON value, 128 bits: enough against accidents."""
-    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
 def parse_pair(given: tuple[int, int] | str | None, separator: str, flag: str, form: str) -> tuple[int, int] | None:
     """Two integers from `A:B`, `I/N` or a pair."""
     if given is None:
@@ -205,6 +201,8 @@ def parse_part(given: tuple[int, int] | str | None) -> tuple[int, int]:
         raise Refused(
             f"--part {number}/{parts}: allowed are 1/{max(parts, 1)} to {max(parts, 1)}/{max(parts, 1)} (part=)"
         )
+    if parts > MAX_ITEMS:
+        raise Refused(f"--part {number}/{parts}: at most {MAX_ITEMS:,} parts are allowed; give a smaller N (part=)")
     return number, parts
 
 

@@ -31,8 +31,16 @@ from jacstore.norms import Diagonal, require_right
 from jacstore.pieces import raw
 from jacstore.plan import GramPlan, Group, Item, Step, merge_ranges
 from jacstore.progress import CheckpointDone, Listener, SlabDone, silent
+from jacstore.schema import Open, typed
 from jacstore.store import JacobianStore
 from jacstore.terms import Leaf
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartialRecord(Open):
+    """What the record of an item says whose columns are only a part of all."""
+
+    checksums: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,23 +116,12 @@ class _Run:
         self.checkpoints: Checkpoints | NoCheckpoints = Checkpoints(
             self.kernel, item.number, [self.plan.tile_shape(i, j) for i, j in self.tiles]
         )
-        self.leaves = self._leaf_ranges()
+        self.leaves = [(0, *item.columns)]
+        self.empty_leaves: list[int] = []
+        if self.kernel.leaves:
+            self.leaves = _leaf_ranges(work.rows, self.plan, item)
+            self.empty_leaves = _empty_leaves(work.rows, item)
         self.partial_facts: dict[str, Any] = {}
-
-    def _leaf_ranges(self) -> list[tuple[int, int, int]]:
-        """(index, first, last) of the columns that are summed apart: each leaf's with by-leaf, else all."""
-        first, last = self.item.columns
-        if not self.kernel.leaves:
-            return [(0, first, last)]
-        starts = column_starts(self.work.rows, self.plan)
-        leaves = [(n, a, a + f.size) for n, (f, a) in enumerate(zip(self.work.rows.leaves, starts, strict=True))]
-        return [(n, a, b) for n, a, b in leaves if first <= a < b <= last]
-
-    def _empty_leaves(self) -> list[int]:
-        """Leaves without columns; their kernels are zero and belong to the first item of a group."""
-        if not self.kernel.leaves or self.item.split:
-            return []
-        return [n for n, leaf in enumerate(self.work.rows.leaves) if leaf.size == 0]
 
     def run(self) -> dict[str, Any]:
         # One item computes while another one writes.
@@ -144,9 +141,9 @@ class _Run:
         read_before = self._bytes()
         slabs = self.plan.slabs(self.item.columns)
         n_work = len(slabs) + len(self.item.steps)
-        first, totals = self.checkpoints.load()
+        first, totals = self.checkpoints.load(n_work)
         totals = [self.engine.restore(t) for t in totals] if totals else self._zeros()
-        for leaf in self._empty_leaves():
+        for leaf in self.empty_leaves:
             self._finish_leaf(leaf, self._zeros())
         totals = self._add_slabs(slabs, first, totals, n_work)
         for index, number in enumerate(self.item.steps, start=len(slabs)):
@@ -307,6 +304,25 @@ class _Run:
         self.times["seconds_write"] += time.perf_counter() - started
 
 
+def leaves_of(rows: JacobianStore, plan: GramPlan, item: Item) -> set[int]:
+    """The leaves whose kernels an item finishes, where they are kept apart."""
+    columns = {n for n, _, _ in _leaf_ranges(rows, plan, item)}
+    return columns.union(_empty_leaves(rows, item), *(plan.steps[number].leaves for number in item.steps))
+
+
+def _leaf_ranges(rows: JacobianStore, plan: GramPlan, item: Item) -> list[tuple[int, int, int]]:
+    """(index, first, last) of the columns of each leaf that an item sums apart."""
+    first, last = item.columns
+    starts = column_starts(rows, plan)
+    leaves = [(n, a, a + leaf.size) for n, (leaf, a) in enumerate(zip(rows.leaves, starts, strict=True))]
+    return [(n, a, b) for n, a, b in leaves if first <= a < b <= last]
+
+
+def _empty_leaves(rows: JacobianStore, item: Item) -> list[int]:
+    """Leaves without columns; their kernels are zero and belong to the first item of a group."""
+    return [n for n, leaf in enumerate(rows.leaves) if leaf.size == 0 and item.split == 0]
+
+
 def common_dtype(rows: JacobianStore, cols: JacobianStore | None) -> str:
     """The stored type of both sides, float32 where they differ: slabs of one group have one type."""
     return rows.dtype if cols is None or cols.dtype == rows.dtype else "float32"
@@ -353,22 +369,20 @@ def finish_group(work: Work, group: int, _after: Any = None) -> dict[str, Any]:
     kernel, plan = work.kernel, work.kernel.plan
     started = time.perf_counter()
     items = [item for item in plan.items if item.group == group]
-    records = [kernel.ledger.read("item", item.number) for item in items]
+    tiles = plan.tiles_of(plan.groups[group])
+    checksums = {item.number: _partial_checksums(kernel, item.number, len(tiles)) for item in items}
 
     def sums() -> Iterator[tuple[tuple[int, int], np.ndarray]]:
         offset = 0
-        for index, (i, j) in enumerate(plan.tiles_of(plan.groups[group])):
+        for index, (i, j) in enumerate(tiles):
             total = np.zeros(plan.tile_shape(i, j))
-            for item, record in zip(items, records, strict=True):
+            for item in items:
                 part = np.empty(total.shape)
                 view = raw(part)
-                try:
+                with _recomputed(kernel, item.number):
                     kernel.files.read_into(partial_name(item.number), [(offset, view)])
-                    if crc32c(view) != record["checksums"][index]:
+                    if crc32c(view) != checksums[item.number][index]:
                         raise Damaged(f"{partial_name(item.number)} differs from its recorded checksum")
-                except Damaged as error:
-                    kernel.ledger.forget("item", item.number)
-                    raise Damaged(f"{kernel.path}: {error}; run the same gram again to recompute this item") from error
                 total += part
             offset += total.nbytes
             yield (i, j), total
@@ -434,6 +448,25 @@ def repair_tiles(
     kernel.ledger.record("tiles", number, {**record, "diagonal_error": off, "files": {**record["files"], **files}})
     kernel.ledger.forget("suspect", number)
     return {**facts, "tiles": len(tiles)}
+
+
+def _partial_checksums(kernel: Kernel, item: int, n_tiles: int) -> tuple[int, ...]:
+    """Checksums of an item's partial sums, one a tile."""
+    with _recomputed(kernel, item):
+        record = typed(PartialRecord, kernel.ledger.read("item", item))
+        if len(record.checksums) != n_tiles:
+            raise Damaged(f"the record of item {item} is about other tiles than its own")
+    return record.checksums
+
+
+@contextlib.contextmanager
+def _recomputed(kernel: Kernel, item: int) -> Iterator[None]:
+    """Make an item unfinished whose partial sums turn out to be damaged."""
+    try:
+        yield
+    except Damaged as error:
+        kernel.ledger.forget("item", item)
+        raise Damaged(f"{kernel.path}: {error}; run the same gram again to recompute this item") from error
 
 
 def _ranges(plan: GramPlan, group: Group) -> list[tuple[int, int, int]]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
@@ -15,11 +15,13 @@ import dask.array as da
 import numpy as np
 
 from jacstore import hierarchy
+from jacstore.attributes import KernelAttributes, check_kernel
 from jacstore.errors import Damaged, Incomplete, Refused
 from jacstore.files import Files, Folder
-from jacstore.ledger import FORMAT_VERSION, Ledger, record_name
+from jacstore.ledger import FORMAT_VERSION, Ledger
 from jacstore.pieces import ArrayLayout, FileEncoder, FileRecord, check_file, decode, raw
 from jacstore.plan import GramPlan, block_shape
+from jacstore.schema import Open, short_hash, typed
 from jacstore.views import resolve
 
 DIMENSIONS = {
@@ -74,6 +76,15 @@ def _copy(values: np.ndarray, out: np.ndarray) -> None:
             out[..., a : a + TRANSPOSED, b : b + TRANSPOSED] = values[..., a : a + TRANSPOSED, b : b + TRANSPOSED]
 
 
+@dataclass(frozen=True, kw_only=True)
+class TilesRecord(Open):
+    """What the record of some tiles says: how many they are, mirrors not counted, and their files."""
+
+    tiles: int
+    files: dict[str, Any]
+    diagonal_error: float | None = None
+
+
 class Kernel:
     """A kernel opened for reading.
 
@@ -94,19 +105,19 @@ class Kernel:
         if attributes["kind"] != "kernel":
             raise Refused(f"{where} is a {attributes['kind']}, not a kernel; give the path of a kernel")
         try:
-            self.requested: dict[str, Any] = attributes["fingerprint"]
-            self.resolved: dict[str, Any] = attributes["resolved"]
-            self.versions: dict[str, str] = attributes["versions"]
-            self.stores: list[str] = attributes["stores"]
-            self.plan = GramPlan.from_dict(self.resolved["plan"])
-            self.mode: str = self.plan.mode
-            self.dtype = np.dtype(self.requested["dtype"])
-            self.triangle = bool(self.requested["triangle"])
-            self.leaves: list[str] = list(self.resolved["leaves"])
-            self.layouts = layouts(self.plan, self.leaves, self.dtype.name)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise Damaged(f"{where}: its attributes are damaged ({type(error).__name__}: {error})") from error
-        self.ledger = Ledger(files)
+            found = typed(KernelAttributes, attributes)
+            check_kernel(found)
+        except Damaged as error:
+            raise Damaged(f"{where}: its attributes are damaged: {error}") from error
+        self.requested: dict[str, Any] = attributes["fingerprint"]
+        self.resolved: dict[str, Any] = attributes["resolved"]
+        self.versions, self.stores = found.versions, list(found.stores)
+        self.plan, self.leaves = found.resolved.plan, list(found.resolved.leaves)
+        self.mode, self.triangle = self.plan.mode, found.fingerprint.triangle
+        self.dtype = np.dtype(found.fingerprint.dtype)
+        self.layouts = layouts(self.plan, self.leaves, self.dtype.name)
+        totals = {"tiles": self.n_records, "suspect": self.n_records, "item": len(self.plan.items)}
+        self.ledger = Ledger(files, short_hash([self.requested, self.resolved]), totals, sealed=found.sealed)
         self._tiles: dict[str, list[Any]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -153,9 +164,33 @@ class Kernel:
         return self.layouts[0].shape
 
     @property
+    def n_records(self) -> int:
+        """Records of a finished kernel: one for each group of tiles and array."""
+        return len(self.plan.groups) * len(self.layouts)
+
+    @property
     def complete(self) -> bool:
         """Whether every tile has a record."""
-        return len(self.ledger.done("tiles")) == len(self.plan.groups) * len(self.layouts)
+        return len(self.ledger.done("tiles")) == self.n_records
+
+    def record(self, number: int) -> TilesRecord:
+        """The record of the tiles of a group in one array.
+
+        Raises
+        ------
+        Damaged
+            If it is missing, or cannot be about these tiles.
+        """
+        try:
+            found = typed(TilesRecord, self.ledger.read("tiles", number))
+            expected = self.files_of(number).values()
+            if found.tiles != len(expected) or set(found.files) != {name for names in expected for name in names}:
+                raise Damaged("it lists other tiles than those of its group")
+            for name, facts in found.files.items():
+                self.layouts[number % len(self.layouts)].check_record(facts, 0, name)
+        except Damaged as error:
+            raise Damaged(f"{self.path}: the record of group {number} of tiles is damaged: {error}") from error
+        return found
 
     @property
     def array(self) -> da.Array:
@@ -184,7 +219,7 @@ class Kernel:
 
     def require_complete(self) -> None:
         """Refuse to go on with a kernel that is not finished."""
-        missing = len(self.plan.groups) * len(self.layouts) - len(self.ledger.done("tiles"))
+        missing = self.n_records - len(self.ledger.done("tiles"))
         if missing:
             stores = [os.path.normpath(os.path.join(self.path, store)) for store in self.stores]
             raise Incomplete(
@@ -196,7 +231,7 @@ class Kernel:
         """Sizes, choices and state, as `jacstore info --json` prints them."""
         plan = self.plan
         done = self.ledger.done("tiles")
-        records = [self.ledger.read("tiles", number) for number in done]
+        records = [self.record(number) for number in done]
         return {
             "kernel": self.path,
             "stores": self.stores,
@@ -208,9 +243,9 @@ class Kernel:
             "outputs": plan.n_outputs,
             "leaves": self.leaves,
             "tiles_total": plan.tiles_total * len(self.layouts),
-            "tiles_done": sum(record["tiles"] for record in records),
+            "tiles_done": sum(record.tiles for record in records),
             "items_total": len(plan.items),
-            "bytes_stored": sum(facts[0] for record in records for facts in record["files"].values()),
+            "bytes_stored": sum(facts[0] for record in records for facts in record.files.values()),
             "engine": self.resolved["engine"],
             "precision": self.resolved["precision"],
             "exact_diagonal": self.exact_diagonal,
@@ -225,9 +260,9 @@ class Kernel:
         }
 
     @staticmethod
-    def _measured_error(records: list[dict[str, Any]]) -> float | None:
+    def _measured_error(records: list[TilesRecord]) -> float | None:
         """The largest relative difference of the diagonal from norms taken before rounding; None if none was seen."""
-        seen = [record["diagonal_error"] for record in records if record.get("diagonal_error") is not None]
+        seen = [record.diagonal_error for record in records if record.diagonal_error is not None]
         return max(seen, default=None)
 
     def _lazy(self, index: int) -> da.Array:
@@ -238,7 +273,7 @@ class Kernel:
 
     def identity(self) -> str:
         """Hash of the request, which names the stores by their bytes."""
-        return hierarchy.short_hash(self.requested)
+        return short_hash(self.requested)
 
     def write_tile(self, index: int, i: int, j: int, tile: np.ndarray) -> dict[str, list[Any]]:
         """Write tile (i, j) of an array and, in a full symmetric kernel, its mirror; returns their records."""
@@ -306,6 +341,9 @@ class Kernel:
         size = self.files.size(name)
         if size is None:
             raise Damaged(f"{name} is missing")
+        if size > record.size:
+            # It may be larger than memory.
+            raise Damaged(f"{name} has {size} bytes, recorded were {record.size}")
         data = np.empty(size, np.uint8)
         self.files.read_into(name, [(0, raw(data))])
         check_file(raw(data), record, layout, name)
@@ -313,13 +351,15 @@ class Kernel:
 
     def facts(self, name: str) -> list[Any]:
         """What is recorded of a tile's file."""
+        fault = Damaged(f"{name} has no record")
         if name not in self._tiles:
             for number in self.ledger.done("tiles"):
-                with contextlib.suppress(Damaged):
-                    files = self.ledger.read("tiles", number).get("files")
-                    self._tiles |= files if isinstance(files, dict) else {}
+                try:
+                    self._tiles |= self.record(number).files
+                except Damaged as error:
+                    fault = error
         if name not in self._tiles:
-            raise Damaged(f"{name} has no record")
+            raise fault
         return self._tiles[name]
 
     def number_of(self, index: int, i: int, j: int) -> int:
@@ -367,7 +407,7 @@ class Kernel:
             number = self.number_of(index, i, j)
             notes = self._notes(number)
             notes[f"{i},{j}"] = self.facts(self.layouts[index].file_name(self._grid(i, j))) if wrong else None
-            self.files.publish(record_name("suspect", number), json.dumps({"tiles": notes}).encode())
+            self.ledger.record("suspect", number, {"tiles": notes})
 
     def _notes(self, number: int) -> dict[str, Any]:
         try:
@@ -384,9 +424,7 @@ class Kernel:
         Damaged
             If the record itself is.
         """
-        files = self.ledger.read("tiles", number).get("files")
-        if not isinstance(files, dict):
-            raise Damaged(f"the record of tiles {number} is damaged")
+        files = self.record(number).files
         self._tiles |= files
         index, notes = number % len(self.layouts), self._notes(number)
         found = []
@@ -399,7 +437,7 @@ class Kernel:
                     self.checked_tile(index, i, j)
                     if notes[f"{i},{j}"] == files[names[0]]:
                         raise Damaged(f"{names[0]} is wrong as it is recorded")
-            except (Damaged, KeyError):
+            except Damaged:
                 found.append((i, j))
         return found
 

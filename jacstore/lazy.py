@@ -16,6 +16,7 @@ from jacstore.errors import Mismatch, Refused
 from jacstore.expansion import expanded_slabs
 from jacstore.factors import FactorSet
 from jacstore.plan import MODES, SLAB_COLUMNS, Step, block_shape
+from jacstore.schema import short_hash
 from jacstore.steps import plan_steps
 from jacstore.store import JacobianStore, open_store
 from jacstore.views import resolve
@@ -52,7 +53,7 @@ def lazy_kernel(
         refuse_unlike(rows, cols)
     view = _ComputedKernel(rows, cols or rows, mode, precision or default_precision(rows, cols), tile)
     chunks = block_shape(mode, tile, tile, rows.n_outputs)
-    name = f"jacstore-lazy-{hierarchy.short_hash([rows.identity(), (cols or rows).identity(), mode, tile, precision])}"
+    name = f"jacstore-lazy-{short_hash([rows.identity(), (cols or rows).identity(), mode, tile, precision])}"
     return da.from_array(view, chunks=chunks, name=name, asarray=False)
 
 

@@ -6,20 +6,23 @@ One small JSON file a finished piece of work. Only such a record makes work done
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
+import math
 import os
+import re
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jacstore import machine
 from jacstore.errors import Damaged, Interrupted, Locked, Mismatch, Refused
-from jacstore.files import Files, Folder
+from jacstore.files import Files, Folder, explain
 from jacstore.progress import Listener, Waiting
+from jacstore.schema import Open, parse, short_hash, typed
 
 FORMAT_VERSION = 1
 FOLDER = "ledger"
@@ -29,25 +32,35 @@ STALE_SECONDS = 60.0
 
 
 class Ledger:
-    """Records of a store or kernel."""
+    """Records of a store or kernel.
 
-    def __init__(self, files: Files) -> None:
-        self.files = files
+    Parameters
+    ----------
+    owner
+        What records belong to: one of another store, or of an earlier attempt with other choices, is not taken.
+    totals
+        How many pieces of work there are of each kind that is listed; a record beyond them counts for nothing.
+    sealed
+        Whether every record has a seal; those that an earlier version wrote have none.
+    """
+
+    def __init__(
+        self, files: Files, owner: str = "", totals: Mapping[str, int] | None = None, *, sealed: bool = False
+    ) -> None:
+        self.files, self.owner, self.totals, self.sealed = files, owner, totals or {}, sealed
 
     def done(self, kind: str) -> list[int]:
         """Numbers of the finished pieces of work of one kind, ascending."""
-        prefix = kind + "-"
-        numbers = []
-        for name in self.files.names(FOLDER):
-            stem, _, ending = name.partition(".")
-            number = stem.removeprefix(prefix)
-            if stem.startswith(prefix) and ending == "json" and number.isdigit():
-                numbers.append(int(number))
-        return sorted(numbers)
+        form = re.compile(rf"{re.escape(kind)}-([0-9]{{7,}})\.json")
+        matched = (form.fullmatch(name) for name in self.files.names(FOLDER))
+        numbers = {int(match[1]) for match in matched if match and record_name(kind, int(match[1])).endswith(match[0])}
+        return sorted(number for number in numbers if number < self.totals.get(kind, math.inf))
 
     def record(self, kind: str, number: int, facts: Mapping[str, Any]) -> None:
         """Mark a piece of work as finished."""
-        self.files.publish(record_name(kind, number), json.dumps(facts, separators=(",", ":")).encode())
+        sealed = {**facts, "seal": self.seal(kind, number, facts)}
+        text = json.dumps(sealed, separators=(",", ":"), allow_nan=False)
+        self.files.publish(record_name(kind, number), text.encode())
 
     def read(self, kind: str, number: int) -> dict[str, Any]:
         """The record of a finished piece of work.
@@ -55,9 +68,17 @@ class Ledger:
         Raises
         ------
         Damaged
-            If the record is missing or not JSON.
+            If the record is missing, not JSON, or of something else.
         """
-        return read_json(self.files, record_name(kind, number))
+        found = read_json(self.files, record_name(kind, number))
+        there = self.sealed or "seal" in found
+        if found.pop("seal", None) != self.seal(kind, number, found) and there:
+            raise Damaged(f"{record_name(kind, number)} is changed, or the record of something else")
+        return found
+
+    def seal(self, kind: str, number: int, facts: Mapping[str, Any]) -> str:
+        """A hash of a record and of what it belongs to."""
+        return short_hash([self.owner, kind, number, facts])
 
     def forget(self, kind: str, number: int) -> None:
         """Make a piece of work unfinished again."""
@@ -81,14 +102,9 @@ def record_name(kind: str, number: int) -> str:
 def read_json(files: Files, name: str) -> dict[str, Any]:
     """A JSON object from a file of ours."""
     try:
-        found = json.loads(files.read(name))
+        return parse(files.read(name), name)
     except FileNotFoundError:
         raise Damaged(f"{name} is missing") from None
-    except (ValueError, UnicodeDecodeError):
-        raise Damaged(f"{name} is not readable JSON") from None
-    if not isinstance(found, dict):
-        raise Damaged(f"{name} is not a JSON object")
-    return found
 
 
 def compare_requested(path: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
@@ -116,6 +132,24 @@ def _brief(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+@dataclass(frozen=True, kw_only=True)
+class Owner(Open):
+    """Who holds a lock."""
+
+    host: str
+    boot: str
+    pid: int
+    start: str | None
+    token: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checksum(Open):
+    """What the record of a single file says."""
+
+    crc32c: int
+
+
 class Lock:
     """A claim on a range of units or items, kept alive by a heartbeat.
 
@@ -126,7 +160,7 @@ class Lock:
     def __init__(
         self, folder: Folder, first: int, last: int, listener: Listener, stop: Callable[[], bool] = lambda: False
     ) -> None:
-        self.folder = folder.root / FOLDER
+        self.files, self.folder = folder, folder.root / FOLDER
         self.claim = {"first": first, "last": last}
         self.path = folder.root / self.name(first, last)
         self._listener, self._asked_to_stop = listener, stop
@@ -142,11 +176,11 @@ class Lock:
 
     def __enter__(self) -> Lock:
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.files.inside(f"{FOLDER}/.guard").parent.mkdir(parents=True, exist_ok=True)
             while not self._try_claim():
                 pass
-        except PermissionError as error:
-            raise Refused(f"{self.folder} cannot be written ({error.strerror}); give another --out (out=)") from error
+        except OSError as error:
+            raise explain(error, self.folder, 0) from error
         self._thread = threading.Thread(target=self._beat, name="jacstore-heartbeat", daemon=True)
         self._thread.start()
         return self
@@ -155,9 +189,10 @@ class Lock:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
-        with contextlib.suppress(OSError, ValueError):
-            if json.loads(self.path.read_text())["token"] == self._token:
-                self.path.unlink()
+        with contextlib.suppress(OSError, Refused):
+            owner = self._read(self.path)
+            if owner is not None and owner.token == self._token:
+                self.path.unlink(missing_ok=True)
 
     def _try_claim(self) -> bool:
         """Claim unless somebody alive holds an overlapping range; wait for what cannot be judged from here."""
@@ -170,56 +205,63 @@ class Lock:
             owner = self._watch(path)
             with self._guard():
                 # Somebody else may have watched it too and taken it over by now.
-                if path.exists() and path.read_text() == owner:
-                    path.unlink()
+                if self._bytes(path) == owner:
+                    path.unlink(missing_ok=True)
         return False
 
     @contextlib.contextmanager
     def _guard(self) -> Iterator[None]:
         """One process of this host at a time examines and writes locks."""
-        with open(self.folder / ".guard", "a") as guard:
-            fcntl.flock(guard, fcntl.LOCK_EX)
+        with self.files.guard(f"{FOLDER}/.guard"):
             yield
 
     def _overlapping(self) -> list[Path]:
         found = []
         for path in sorted(self.folder.glob("lock-*.json")):
-            try:
-                _, first, last = path.stem.split("-")
-                if int(first) <= self.claim["last"] and self.claim["first"] <= int(last):
-                    found.append(path)
-            except ValueError:
-                continue
+            matched = re.fullmatch(r"lock-([0-9]{7,19})-([0-9]{7,19})\.json", path.name)
+            if matched and int(matched[1]) <= self.claim["last"] and self.claim["first"] <= int(matched[2]):
+                found.append(path)
         return found
+
+    def _bytes(self, path: Path) -> bytes:
+        """What a lock says; nothing if it is gone."""
+        try:
+            return self.files.read(f"{FOLDER}/{path.name}")
+        except FileNotFoundError:
+            return b""
+
+    def _read(self, path: Path) -> Owner | None:
+        """Who a lock names; None if it is gone or torn."""
+        try:
+            return typed(Owner, parse(self._bytes(path), path.name), path.name)
+        except Damaged:
+            return None
 
     def _take_over(self, path: Path) -> bool:
         """Remove the lock of a dead owner on this host; False if the owner is on another host."""
-        try:
-            owner = json.loads(path.read_text())
-            host, boot, pid, start = owner["host"], owner["boot"], int(owner["pid"]), owner["start"]
-        except FileNotFoundError:
-            return True
-        except (ValueError, KeyError, TypeError):
+        owner = self._read(path)
+        if owner is None:
             # Torn: its writer died between creating and filling it.
             path.unlink(missing_ok=True)
             return True
-        if host != machine.hostname():
+        if owner.host != machine.hostname():
             return False
-        if boot == machine.boot_id() and machine.process_start(pid) == start:
+        started = machine.process_start(owner.pid)
+        if owner.boot == machine.boot_id() and started is not None and started == owner.start:
             raise Locked(
-                f"{path.parent.parent} is being worked on by process {pid} on this host; wait for it, "
+                f"{path.parent.parent} is being worked on by process {owner.pid} on this host; wait for it, "
                 "stop it, or work on another part (--part I/N, part=)"
             )
         path.unlink(missing_ok=True)
         return True
 
-    def _watch(self, path: Path) -> str:
+    def _watch(self, path: Path) -> bytes:
         """Wait until a foreign lock is gone or its heartbeat has stood still long enough; return what it said."""
-        owner = path.read_text() if path.exists() else ""
-        try:
-            host = json.loads(owner)["host"]
-        except (ValueError, KeyError, TypeError):
+        owner = self._bytes(path)
+        named = self._read(path)
+        if named is None:
             return owner
+        host = named.host
         self._listener(
             Waiting(reason=f"{path.name} was left by host {host}; waiting {STALE_SECONDS:.0f} s for its heartbeat")
         )
@@ -229,7 +271,7 @@ class Lock:
                 raise Interrupted("interrupted while waiting for a lock")
             if not path.exists():
                 return owner
-            if path.read_text() != owner:
+            if self._bytes(path) != owner:
                 raise Locked(f"{path.parent.parent} is being worked on by host {host}; wait for it or stop it there")
             time.sleep(min(0.2, STALE_SECONDS))
         return owner

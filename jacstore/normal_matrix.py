@@ -22,12 +22,13 @@ from jacstore.engine import symmetrize
 from jacstore.errors import Damaged, Interrupted, Refused
 from jacstore.files import Files, Folder
 from jacstore.lazy import as_store
-from jacstore.ledger import FOLDER, Ledger, Lock, compare_requested, record_name
+from jacstore.ledger import FOLDER, Checksum, Ledger, Lock, compare_requested, record_name
 from jacstore.likelihoods import Weights
 from jacstore.machine import format_size
 from jacstore.operators import JacobianOperator, real_number
 from jacstore.pieces import raw
 from jacstore.progress import CheckpointDone, Listener, SlabDone, Started, silent
+from jacstore.schema import typed
 from jacstore.store import JacobianStore
 from jacstore.streams import Job, chunks, count, stream
 
@@ -144,7 +145,7 @@ def _summed(
 ) -> np.ndarray:
     """The upper half of Jᵀ Λ J, from the last checkpoint on."""
     store = jacobian.store
-    done, totals = checkpoints.load() if checkpoints else (0, [])
+    done, totals = checkpoints.load(store.n_examples) if checkpoints else (0, [])
     total = totals[0] if totals else np.zeros((jacobian.shape[1],) * 2)
     found = chunks(jacobian.examples, store.n_examples, plan.read)
     jobs = [Job(panels=jacobian.panels, chunk=chunk) for chunk in found if chunk.stop > done]
@@ -215,9 +216,10 @@ class _Place:
     def finished(self) -> np.ndarray:
         """The finished matrix, checked."""
         try:
-            total: np.ndarray = np.load(self.folder.root / MATRIX)
-            intact = crc32c(raw(total)) == self.ledger.read("done", 0)["crc32c"]
-        except (OSError, ValueError, KeyError):
+            with self.folder.open(MATRIX) as file:
+                total: np.ndarray = np.load(file, allow_pickle=False)
+            intact = crc32c(raw(total)) == typed(Checksum, self.ledger.read("done", 0)).crc32c
+        except (Damaged, OSError, EOFError, ValueError, MemoryError):
             intact = False
         if not intact:
             raise Damaged(f"{self.where}: {MATRIX} is missing or is damaged; sum anew with overwrite=True")
@@ -241,9 +243,11 @@ def _opened(
     with Lock(folder, 0, 0, listener):
         place = _Place(folder, str(out))
         if overwrite:
-            for name in (record_name("done", 0), record_name("request", 0), MATRIX):
-                folder.remove(name)
+            # The request goes last: sums that another one left must not be taken for this one's.
+            folder.remove(record_name("done", 0))
             Checkpoints(place, 0, []).clear()
+            for name in (MATRIX, record_name("request", 0)):
+                folder.remove(name)
         if not place.ledger.done("request"):
             place.ledger.record("request", 0, requested)
         compare_requested(str(out), place.ledger.read("request", 0), requested)

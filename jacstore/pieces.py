@@ -50,12 +50,6 @@ class ArrayLayout:
         """As JSON."""
         return asdict(self)
 
-    @classmethod
-    def from_dict(cls, given: dict[str, Any]) -> ArrayLayout:
-        """From JSON."""
-        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
-        return cls(**fields)
-
     @property
     def itemsize(self) -> int:
         return np.dtype(self.dtype).itemsize
@@ -79,6 +73,35 @@ class ArrayLayout:
     def file_name(self, at: tuple[int, ...]) -> str:
         """The file at a grid position, with Zarr's default chunk key."""
         return "/".join([self.name, "c", *map(str, at)])
+
+    def check_record(self, facts: Any, file: int, name: str) -> None:
+        """Refuse a record that cannot be that of the `file`-th file along the last axis.
+
+        Raises
+        ------
+        Damaged
+            If its sizes are not those that this layout gives.
+        """
+        per_file = math.prod(self.per_file)
+        held = min(per_file, -(-self.shape[-1] // self.piece[-1]) - file * self.per_file[-1])
+        try:
+            total, numbers = facts
+            sizes, checksums = numbers[0::2], numbers[1::2]
+            integers = all(type(number) is int for number in (total, *numbers))
+        except (TypeError, ValueError):
+            integers = False
+        if not integers or len(sizes) != per_file or len(checksums) != per_file:
+            raise Damaged(f"the record of {name} is not readable")
+        # Blosc keeps what it cannot compress behind a header of 16 bytes.
+        least, most = (self.piece_bytes, self.piece_bytes) if self.codec == "none" else (1, self.piece_bytes + 16)
+        ends = held * CHECKSUM_BYTES + (16 * per_file + CHECKSUM_BYTES if self.sharded else 0)
+        if (
+            not all(least <= size <= most for size in sizes[:held])
+            or any(sizes[held:])
+            or total != sum(sizes) + ends
+            or not all(0 <= checksum < 2**32 for checksum in checksums)
+        ):
+            raise Damaged(f"the record of {name} has sizes that it cannot have")
 
     def pieces_of(self, at: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
         """The region of each piece of a file in index order; regions beyond the array are empty."""
@@ -216,7 +239,13 @@ def decode(body: memoryview, record: tuple[int, int, int], out: np.ndarray, layo
         if not np.may_share_memory(encoded, flat):
             flat[:] = encoded
         return
-    _blosc(layout.codec).decode(body, flat)
+    # Blosc would leave what a shorter body does not cover as it was.
+    if len(body) < 16 or int.from_bytes(body[4:8], "little") != flat.nbytes:
+        raise Damaged(f"{name}: bytes {record[0]} to {record[0] + record[1]} are not a piece of this array")
+    try:
+        _blosc(layout.codec).decode(body, flat)
+    except RuntimeError as error:
+        raise Damaged(f"{name}: bytes {record[0]} to {record[0] + record[1]} cannot be decoded ({error})") from None
 
 
 def _blosc(codec: str) -> Blosc:

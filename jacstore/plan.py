@@ -6,6 +6,7 @@ tiles into groups whose accumulators fit in memory together, and columns into sl
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -279,20 +280,6 @@ class GramPlan:
         """As JSON."""
         return asdict(self)
 
-    @classmethod
-    def from_dict(cls, given: dict[str, Any]) -> GramPlan:
-        """From JSON."""
-        fields = dict(given)
-        fields["rows"], fields["cols"] = Side(**given["rows"]), Side(**given["cols"])
-        fields["groups"] = tuple(Group(rows=tuple(g["rows"]), cols=tuple(g["cols"])) for g in given["groups"])
-        fields["splits"] = tuple(tuple(s) for s in given["splits"])
-        fields["split_steps"] = tuple(tuple(s) for s in given["split_steps"])
-        fields["steps"] = tuple(
-            Step(**{**step, "leaves": tuple(step["leaves"]), "expanded": tuple(step["expanded"])})
-            for step in given["steps"]
-        )
-        return cls(**fields)
-
 
 def block_shape(mode: str, m: int, n: int, n_outputs: int) -> tuple[int, ...]:
     """Kernel entries between m and n examples."""
@@ -306,10 +293,11 @@ def block_shape(mode: str, m: int, n: int, n_outputs: int) -> tuple[int, ...]:
 
 
 def _tiles(group: Group, symmetric: bool, mode: str) -> Iterator[tuple[int, int]]:
-    for i in range(*group.rows):
-        for j in range(*group.cols):
-            if i == j if mode == "blocks" else i <= j or not symmetric:
-                yield i, j
+    (a, b), (c, d) = group.rows, group.cols
+    for i in range(a, b):
+        first = max(c, i) if symmetric or mode == "blocks" else c
+        for j in range(first, min(d, i + 1) if mode == "blocks" else d):
+            yield i, j
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -711,6 +699,7 @@ def _split_columns(
     borders = {0, n_columns}
     for part in range(1, wanted):
         target = part * n_columns / wanted
-        borders.add(min(allowed, key=lambda border: abs(border - target)))
+        after = bisect.bisect_left(allowed, target)
+        borders.add(min(allowed[max(0, after - 1) : after + 1], key=lambda border: abs(border - target)))
     ordered = sorted(borders)
     return tuple(itertools.pairwise(ordered)) or ((0, 0),)

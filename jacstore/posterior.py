@@ -211,7 +211,7 @@ def _draw(plan: _Plan, noise: Noise, kept: SampleFile, listener: Listener) -> np
     if finished is not None:
         return finished
     request, rows, p = plan.request, *plan.weighted.shape
-    method = kept.choice("method", request.method)
+    method = kept.choice("method", request.method, METHODS[1:])
     if method == "ggn":
         z = _by_normal_matrix(plan, noise, kept, listener)
     elif method == "ciq-primal":

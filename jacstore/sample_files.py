@@ -10,7 +10,7 @@ import contextlib
 import io
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,10 @@ from crc32c import crc32c
 
 from jacstore.errors import Damaged, Interrupted, Refused
 from jacstore.files import Buffer, Folder
-from jacstore.ledger import Ledger, Lock, compare_requested
+from jacstore.ledger import Checksum, Ledger, Lock, compare_requested
 from jacstore.pieces import raw
 from jacstore.progress import Listener
+from jacstore.schema import typed
 
 WORK = ".work"
 DONE, REQUEST, CHOICE = "done", "request", "choice"
@@ -48,13 +49,16 @@ class SampleFile:
             where = " and continues after the last finished pass" if self.path is not None else ""
             raise Interrupted(f"interrupted; run the same call again{where}")
 
-    def choice(self, name: str, value: str) -> str:
+    def choice(self, name: str, value: str, allowed: Sequence[str]) -> str:
         """A choice made now, or the one that an earlier attempt made."""
         if self.path is None:
             return value
         if not self.ledger.done(CHOICE):
             self.ledger.record(CHOICE, 0, {name: value})
-        return str(self.ledger.read(CHOICE, 0)[name])
+        found = self.ledger.read(CHOICE, 0).get(name)
+        if found not in allowed:
+            raise Damaged(f"{self.path}: the choice of {name} is damaged; draw anew with --overwrite (overwrite=True)")
+        return str(found)
 
     def folder(self, name: str) -> Path | None:
         """A folder for what keeps itself."""
@@ -67,7 +71,7 @@ class SampleFile:
             return compute()
         if self.ledger.done(name):
             with contextlib.suppress(Damaged):
-                return _checked(self.work, f"{name}.npy", self.ledger.read(name, 0)["crc32c"])
+                return self._checked(self.work, f"{name}.npy", name)
         found = compute()
         self.ledger.record(name, 0, {"crc32c": _write(self.work, f"{name}.npy", found)})
         return found
@@ -83,9 +87,13 @@ class SampleFile:
         if self.path is None or not self.ledger.done(DONE):
             return None
         try:
-            return _checked(self.place, self.path.name, self.ledger.read(DONE, 0)["crc32c"])
+            return self._checked(self.place, self.path.name, DONE)
         except Damaged as error:
             raise Damaged(f"{self.path}: {error}; draw anew with --overwrite (overwrite=True)") from None
+
+    def _checked(self, folder: Folder, name: str, kind: str) -> np.ndarray:
+        """An array that was written, if it is what its record says."""
+        return _checked(folder, name, typed(Checksum, self.ledger.read(kind, 0)).crc32c)
 
     def finish(self, samples: np.ndarray) -> np.ndarray:
         """Write the samples `(n, P)` and mark them as finished."""
@@ -100,11 +108,11 @@ class SampleFile:
         return samples
 
     def clear(self, kinds: Iterable[str]) -> None:
-        """Forget records of these kinds and remove what they stand for."""
+        """Forget records of these kinds, in this order, and remove what they stand for."""
+        shutil.rmtree(self.work.root / "ggn", ignore_errors=True)
         for kind in kinds:
             self.ledger.forget(kind, 0)
             self.work.remove(f"{kind}.npy")
-        shutil.rmtree(self.work.root / "ggn", ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -131,7 +139,8 @@ def kept_in(
     state = SampleFile(path, stop)
     with Lock(state.work, 0, 0, listener):
         if overwrite:
-            state.clear((DONE, REQUEST, CHOICE, *ARRAYS))
+            # The request goes last: what another one left must not be taken for this one's.
+            state.clear((DONE, *ARRAYS, CHOICE, REQUEST))
         if not state.ledger.done(REQUEST):
             if path.exists() and not overwrite:
                 raise Refused(f"--out {out} exists and was not written by this; give another name or --overwrite")
@@ -163,8 +172,9 @@ def _write(folder: Folder, name: str, values: np.ndarray) -> int:
 def _checked(folder: Folder, name: str, checksum: int) -> np.ndarray:
     """An array that was written, checked."""
     try:
-        found: np.ndarray = np.load(folder.root / name, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        with folder.open(name) as file:
+            found: np.ndarray = np.load(file, allow_pickle=False)
+    except (OSError, ValueError, EOFError, MemoryError) as error:
         raise Damaged(f"{name} cannot be read ({type(error).__name__})") from None
     if crc32c(raw(np.ascontiguousarray(found))) != checksum:
         raise Damaged(f"{name} differs from what was recorded")

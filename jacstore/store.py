@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import dask.array as da
 import numpy as np
 
 from jacstore import hierarchy
+from jacstore.attributes import StoreAttributes, check_store
 from jacstore.blocks import from_bfloat16
 from jacstore.bounds import compute_dtype, rounding_error
 from jacstore.errors import Damaged, Incomplete, Refused
@@ -26,10 +27,31 @@ from jacstore.files import Files, Folder
 from jacstore.ledger import FORMAT_VERSION, Ledger, record_name
 from jacstore.pieces import ArrayLayout, FileRecord, check_file, decode, raw
 from jacstore.plan import FILE_BYTES, IO_THREADS, Side
+from jacstore.schema import Open, short_hash, typed
 from jacstore.terms import Leaf, Operand, expand
 from jacstore.views import resolve
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+@dataclass(frozen=True, kw_only=True)
+class Rounding(Open):
+    """What rounding does to kernel entries, seen in a row of a unit."""
+
+    gain: float
+    amplification: float
+    measured: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitRecord(Open):
+    """What the record of a unit says, as far as reading needs it."""
+
+    start: int
+    stop: int
+    bytes: int
+    zero_rows: int
+    nonfinite_examples: tuple[int, ...]
+    files: dict[str, Any]
+    rounding: Rounding | None = None
 
 
 class JacobianStore:
@@ -55,21 +77,21 @@ class JacobianStore:
         if attributes["kind"] != "store":
             raise Refused(f"{where} is a {attributes['kind']}, not a store; give the path of a store")
         try:
-            self.n_examples = int(attributes["N"])
-            self.n_outputs = int(attributes["K"])
-            self.n_parameters = int(attributes["P"])
-            self.leaves = tuple(Leaf.from_dict(leaf) for leaf in attributes["leaves"])
-            self.operands = tuple(Operand.from_dict(operand) for operand in attributes.get("operands", []))
-            self.requested: dict[str, Any] = attributes["fingerprint"]
-            self.resolved: dict[str, Any] = attributes["resolved"]
-            self.versions: dict[str, str] = attributes["versions"]
-            self.left_out: list[list[str]] = attributes["left_out"]
-            self.dtype: str = self.resolved["dtype"]
-            self.layouts = {layout["name"]: ArrayLayout.from_dict(layout) for layout in self.resolved["arrays"]}
-            self.unit_size = int(self.resolved["unit_size"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise Damaged(f"{where}: its attributes are damaged ({type(error).__name__}: {error})") from error
-        self.ledger = Ledger(files)
+            found = typed(StoreAttributes, attributes)
+            check_store(found)
+        except Damaged as error:
+            raise Damaged(f"{where}: its attributes are damaged: {error}") from error
+        self.n_examples, self.n_outputs, self.n_parameters = found.N, found.K, found.P
+        self.leaves, self.operands = found.leaves, found.operands
+        self.requested: dict[str, Any] = attributes["fingerprint"]
+        self.resolved: dict[str, Any] = attributes["resolved"]
+        self.versions = found.versions
+        self.left_out = [list(entry) for entry in found.left_out]
+        self.dtype, self.unit_size = found.resolved.dtype, found.resolved.unit_size
+        self.layouts = {layout.name: layout for layout in found.resolved.arrays}
+        owner = short_hash([self.requested, self.resolved])
+        totals = dict.fromkeys(("unit", "suspect"), self.n_units)
+        self.ledger = Ledger(files, owner, totals, sealed=found.sealed)
         self.decoded_bytes_read = 0
         self._records: dict[int, dict[str, Any]] = {}
         self._lock = threading.Lock()
@@ -129,12 +151,9 @@ class JacobianStore:
         `gain` is None where none was looked at.
         """
         found = [self.record(unit).get("rounding") for unit in self.ledger.done("unit")]
-        seen = [facts for facts in found if isinstance(facts, dict)]
+        seen = [facts for facts in found if facts is not None]
         largest: dict[str, Any] = {"gain": None, "amplification": 1.0, "measured": None}
-        for key, unknown in list(largest.items()):
-            values = [facts[key] for facts in seen if isinstance(facts.get(key), int | float)]
-            largest[key] = max(values, default=unknown)
-        return largest
+        return {key: max((facts[key] for facts in seen), default=unknown) for key, unknown in largest.items()}
 
     @property
     def n_columns(self) -> int:
@@ -188,7 +207,7 @@ class JacobianStore:
     def identity(self) -> str:
         """A hash of the request and of every stored byte: equal only for equal stores."""
         records = [self.record(unit)["files"] for unit in self.ledger.done("unit")]
-        return hierarchy.short_hash([self.requested, records])
+        return short_hash([self.requested, records])
 
     def record(self, unit: int) -> dict[str, Any]:
         """The record of a finished unit."""
@@ -196,11 +215,32 @@ class JacobianStore:
             found = self._records.get(unit)
         if found is None:
             found = self.ledger.read("unit", unit)
-            if not isinstance(found.get("files"), dict):
-                raise Damaged(f"the record of unit {unit} is damaged")
+            try:
+                self._check_record(unit, found)
+            except Damaged as error:
+                raise Damaged(f"{self.path}: the record of unit {unit} is damaged: {error}") from error
             with self._lock:
                 self._records[unit] = found
         return found
+
+    def _check_record(self, unit: int, found: dict[str, Any]) -> None:
+        """Refuse a record that cannot be this unit's: other examples, other files, sizes that they cannot have."""
+        record = typed(UnitRecord, found)
+        start, stop = self.unit_range(unit)
+        if (record.start, record.stop) != (start, stop):
+            raise Damaged(f"it is about examples {record.start} to {record.stop - 1}")
+        expected = {
+            layout.file_name((unit, *[0] * (len(layout.shape) - 2), file)): (layout, file)
+            for layout in self.layouts.values()
+            for file in range(layout.files_along(-1))
+        }
+        if set(record.files) != set(expected):
+            raise Damaged("it lists other files than those of its unit")
+        for name, facts in record.files.items():
+            layout, file = expected[name]
+            layout.check_record(facts, file, name)
+        if not all(start <= n < stop for n in record.nonfinite_examples):
+            raise Damaged("it names examples that are not the unit's")
 
     def require_complete(self) -> None:
         """Refuse to go on with a store that is not finished.
@@ -368,10 +408,8 @@ class JacobianStore:
         return held[: math.prod(shape) * np.dtype(dtype).itemsize].view(dtype).reshape(shape)
 
     def _file_facts(self, unit: int, name: str) -> list[Any]:
-        try:
-            return self.record(unit)["files"][name]
-        except KeyError:
-            raise Damaged(f"the record of unit {unit} does not list {name}") from None
+        facts: list[Any] = self.record(unit)["files"][name]
+        return facts
 
     def _damaged(self, unit: int, array: str, columns: slice, what: str) -> Damaged:
         start, stop = self.unit_range(unit)
@@ -391,19 +429,17 @@ class JacobianStore:
 
         With `wrong` it recomputes the unit although its bytes are those recorded, as long as its record is the same.
         """
-        name = record_name("suspect", unit)
         with contextlib.suppress(OSError, Refused, Damaged):
             if wrong:
-                note = {"wrong": hierarchy.short_hash(self.record(unit))}
-                self.files.publish(name, json.dumps(note).encode())
-            elif self.files.size(name) is None:
-                self.files.publish(name, b"{}")
+                self.ledger.record("suspect", unit, {"wrong": short_hash(self.record(unit))})
+            elif self.files.size(record_name("suspect", unit)) is None:
+                self.ledger.record("suspect", unit, {})
 
     def must_recompute(self, unit: int) -> bool:
         """Whether a unit that somebody left a note about is wrong: in its bytes, or as it is recorded."""
         with contextlib.suppress(Damaged):
             note = self.ledger.read("suspect", unit)
-            if note.get("wrong") == hierarchy.short_hash(self.record(unit)):
+            if note.get("wrong") == short_hash(self.record(unit)):
                 return True
         return self.check_unit(unit) is not None
 
@@ -442,6 +478,9 @@ class JacobianStore:
                 size = self.files.size(name)
                 if size is None:
                     raise Damaged(f"{name} is missing")
+                if size > record.size:
+                    # It may be larger than memory.
+                    raise Damaged(f"{name} has {size} bytes, recorded were {record.size}")
                 data = raw(np.empty(size, np.uint8))
                 self.files.read_into(name, [(0, data)])
                 check_file(data, record, layout, name)
@@ -454,7 +493,7 @@ class JacobianStore:
         """Whether all files of a unit are there with the recorded size: cheap, sees what is missing or torn."""
         try:
             return all(self.files.size(name) == facts[0] for name, facts in self.record(unit)["files"].items())
-        except (Damaged, TypeError, IndexError):
+        except Damaged:
             return False
 
     def _whole(self, array: str) -> np.ndarray:

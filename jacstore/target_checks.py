@@ -57,8 +57,17 @@ class TargetChecks:
 
     def _shift(self) -> int | None:
         """The target's example that is the store's first; None if the target has too few."""
-        first, last = self.store.requested.get("examples", [0, self.store.n_examples])
-        return int(first) if last <= self.problem.n_examples else None
+        first, last = self._range()
+        return first if last <= self.problem.n_examples else None
+
+    def _range(self) -> tuple[int, int]:
+        """The target's examples that are stored; all of them if the request names none, or in other words."""
+        named = self.store.requested.get("examples")
+        if isinstance(named, list) and len(named) == 2 and all(type(n) is int for n in named):
+            first, last = named
+            if first >= 0 and last - first == self.store.n_examples:
+                return first, last
+        return 0, self.store.n_examples
 
     def _fingerprint(self) -> Iterator[Check]:
         """Field by field, as a rerun of the build compares them."""
@@ -76,7 +85,7 @@ class TargetChecks:
             self.same &= equal
             where = "" if equal else f"{field}: {_brief(before[field])} -> {_brief(now[field])}"
             yield Check(name=name, state=OK if equal else FAILED, where=where)
-        wanted = before.get("examples", [0, self.store.n_examples])
+        wanted = self._range()
         if self._shift() is None:
             self.same = False
             where = f"examples {wanted[0]} to {wanted[1] - 1} are stored, the target has {self.problem.n_examples}"

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from jacstore.errors import Damaged
+from jacstore.schema import Signed
 
 Views = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -35,13 +35,6 @@ class Operand:
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
         return {"name": self.name, "role": self.role, "shape": list(self.shape)}
-
-    @classmethod
-    def from_dict(cls, given: Mapping[str, Any]) -> Operand:
-        """From JSON."""
-        if given["role"] not in ("inputs", "cotangents", "ids"):
-            raise Damaged(f"operand {given['name']}: unknown role {given['role']!r}")
-        return cls(name=given["name"], role=given["role"], shape=tuple(given["shape"]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +100,7 @@ class Conv:
     positions: tuple[int, ...]
     strides: tuple[int, ...]
     dilation: tuple[int, ...]
-    padding: tuple[int, ...]
+    padding: tuple[Signed, ...]
     spread: tuple[int, ...]
     groups: int
 
@@ -196,7 +189,6 @@ class Index:
 
 Term = Dense | Dot | Conv | Index
 Factored = Dot | Conv | Index
-TERMS: dict[str, type[Term]] = {term.kind: term for term in (Dense, Dot, Conv, Index)}
 
 
 def expand(terms: tuple[Term, ...], operands: Mapping[str, Any], size: int, xp: Any = np) -> Any:
@@ -256,31 +248,6 @@ class Leaf:
             "terms": [term.to_dict() for term in self.terms],
             "why": self.why,
         }
-
-    @classmethod
-    def from_dict(cls, given: Mapping[str, Any]) -> Leaf:
-        """From JSON."""
-        terms = []
-        for fields in given["terms"]:
-            if fields.get("kind") not in TERMS:
-                raise Damaged(f"leaf {given['path']}: unknown term {fields.get('kind')!r}; known are {sorted(TERMS)}")
-            values = {key: _tuples(value) for key, value in fields.items() if key != "kind"}
-            terms.append(TERMS[fields["kind"]](**values))
-        if not terms:
-            raise Damaged(f"leaf {given['path']} has no terms")
-        shape = tuple(given["shape"])
-        return cls(
-            path=given["path"],
-            shape=shape,
-            dtype=given["dtype"],
-            offset=given["offset"],
-            terms=tuple(terms),
-            why=given.get("why", ""),
-        )
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def dense_leaves(described: list[tuple[str, tuple[int, ...], str]]) -> tuple[Leaf, ...]:

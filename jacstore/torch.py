@@ -24,13 +24,14 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"jacstore.torch needs PyTorch ({error}): pip install 'jacstore[torch]'") from error
 
 from jacstore import hierarchy, machine
+from jacstore.attributes import DTYPES
 from jacstore.blocks import UnitBlock
 from jacstore.builder import LAYOUTS
 from jacstore.errors import Interrupted, Mismatch, Refused
 from jacstore.inputs import Arrays, Dataset, is_dataset
 from jacstore.machine import format_size
 from jacstore.progress import BatchDone, Listener, Started, silent
-from jacstore.store import DTYPES, JacobianStore
+from jacstore.store import JacobianStore
 from jacstore.torch_network import Network, close, host, mapped, requested, settings
 from jacstore.torch_pass import TorchPass
 from jacstore.unit import Unit, refuse_other_inputs

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jacstore import hierarchy, machine
-from jacstore.assembly import gram, open_path
+from jacstore.assembly import gram, open_path, require_plan_of
 from jacstore.errors import Damaged, JacstoreError, Refused
 from jacstore.kernel import Kernel
 from jacstore.kernel_checks import KernelChecks
@@ -166,6 +166,10 @@ def _stores_of(kernel: Kernel, given: Stores | None) -> tuple[list[JacobianStore
             text = f"{store.path} does not hold what {kernel.path} was assembled from"
             return None, Check(name="store", state=FAILED, where=text)
         stores.append(store)
+    try:
+        require_plan_of(kernel, stores[0], stores[1] if len(stores) > 1 else None)
+    except Damaged as error:
+        return None, Check(name="store", state=FAILED, where=str(error))
     return stores, Check(name="store", state=OK, where=", ".join(store.path for store in stores))
 
 

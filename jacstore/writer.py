@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from jacstore import hierarchy, machine
+from jacstore.attributes import DTYPES
 from jacstore.blocks import UnitBlock, from_bfloat16, storage_dtype
 from jacstore.errors import Mismatch, NonFinite, Refused
 from jacstore.files import Files, Folder, Memory
@@ -24,7 +25,7 @@ from jacstore.pieces import CODECS, ArrayLayout, FileEncoder, FileRecord
 from jacstore.plan import FILE_BYTES, IO_THREADS, PIECE_BYTES, StorePlan, plan_store
 from jacstore.progress import Listener, UnitDone, silent
 from jacstore.rounding import observed_rounding
-from jacstore.store import DTYPES, JacobianStore, operand_array, operand_name
+from jacstore.store import JacobianStore, operand_array, operand_name
 from jacstore.terms import Leaf, Operand, dense_leaves, expand
 
 ARRAYS = ("rows", "factors", "outputs", "norms")
@@ -142,9 +143,14 @@ class StoreWriter:
         if isinstance(self.files, Folder) and self.units:
             self._lock = Lock(self.files, self.units.start, self.units.stop - 1, self.listener, self._stop)
             self._lock.__enter__()
-        self._done = set(self.store.ledger.done("unit"))
-        sweep(self.files, ["unit"], self.units)
-        self._recheck()
+        try:
+            self._done = set(self.store.ledger.done("unit"))
+            sweep(self.files, ["unit"], self.units)
+            self._recheck()
+        except BaseException:
+            # A block that was never entered gives nothing up by itself.
+            self.__exit__(None, None, None)
+            raise
         self._entered = True
         return self
 

@@ -1,6 +1,7 @@
 """What went wrong for others doing this job: one or more claims about each row of the list of cases.
 
-The workers of row 14 are in `test_scheduler.py`.
+The workers of row 14 are in `test_scheduler.py`, row 16 for factors in `test_terms.py`, damage to every file of a store
+of factors (rows 20 to 23) in `test_faults.py`.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ from jacstore.testing import (
 )
 
 FLOAT32, FLOAT64 = TOLERANCE["float32"], TOLERANCE["float64"]
+# Rows, and factors wherever there are any; leaves as small as these stay rows unless factors are asked for.
+LAYOUTS = ("dense", "factored")
 
 
 def refusal(call, *given, error=Refused, **named):
@@ -91,6 +94,12 @@ def finished(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module")
+def factors():
+    """The same by factors, in RAM."""
+    return build(mlp(10), None, unit_size=2, layout="factored")
+
+
 @pytest.fixture
 def store_path(finished, tmp_path):
     """A copy of `finished` that a test may damage."""
@@ -107,33 +116,36 @@ def flip(path, at=None):
 # --- 1 to 3: what is there already ------------------------------------------------------------------------------------
 
 
-def test_case_01_a_killed_build_computes_only_the_missing_units(tmp_path):
-    job = Job(kind="build", out=str(tmp_path / "run.jac"))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_case_01_a_killed_build_computes_only_the_missing_units(layout, tmp_path):
+    job = Job(kind="build", out=str(tmp_path / "run.jac"), options=(("layout", layout),))
     outcome = run_job(job, tmp_path, when="record ledger/unit-0000001.json")
     assert outcome.killed and jacstore.open(job.out).info()["units_done"] == 1
     again = run_job(job, tmp_path)
     assert again.exitcode == 0
     assert (again.report["units_computed"], again.report["units_reused"]) == (4, 1)
-    whole = run_job(Job(kind="build", out=str(tmp_path / "whole.jac")), tmp_path)
+    whole = run_job(Job(kind="build", out=str(tmp_path / "whole.jac"), options=job.options), tmp_path)
     assert whole.report["units_computed"] == 5
-    arrays = ("rows", "outputs", "norms")
+    arrays = ("rows" if layout == "dense" else "factors", "outputs", "norms")
     assert contents(tmp_path / "run.jac", *arrays) == contents(tmp_path / "whole.jac", *arrays)
 
 
-def test_case_02_another_batch_size_continues_a_build(tmp_path, truth):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_case_02_another_batch_size_continues_a_build(layout, tmp_path, truth):
     out = tmp_path / "run.jac"
-    first = build(mlp(10), out, unit_size=4, batch_size=4, codec="none", part="1/3")
+    first = build(mlp(10), out, unit_size=4, batch_size=4, codec="none", part="1/3", layout=layout)
     assert first.report["units_computed"] == 1 and not first.complete
-    store = build(mlp(10), out, batch_size=3, codec="none")
+    store = build(mlp(10), out, batch_size=3, codec="none", layout=layout)
     assert store.report["units_reused"] == 1 and store.report["batch_size"] == 3
     assert store.complete and row_error(rows_of(store), truth) <= FLOAT32
 
 
 @pytest.mark.parametrize("order", [(1, 2), (2, 1)])
-def test_case_03_the_second_part_leaves_the_first_alone(order, tmp_path, truth):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_case_03_the_second_part_leaves_the_first_alone(layout, order, tmp_path, truth):
     out = tmp_path / "run.jac"
     for place, number in enumerate(order):
-        store = build(mlp(10), out, unit_size=2, codec="none", part=f"{number}/2")
+        store = build(mlp(10), out, unit_size=2, codec="none", part=f"{number}/2", layout=layout)
         assert store.report["complete"] == store.complete == (place == 1)
         assert store.report["units_computed"] == (2 if number == 1 else 3)
     assert row_error(rows_of(store), truth) <= FLOAT32
@@ -186,8 +198,9 @@ def test_case_05_whatever_decides_the_rows_is_named_when_it_changes(changes, nam
 # --- 6 to 9: batches, functions that couple examples, sizes of nothing ------------------------------------------------
 
 
-def test_case_06_rows_do_not_depend_on_the_batch_size(truth):
-    rows = [rows_of(build(mlp(10), None, batch_size=size, unit_size=8)) for size in (1, 3, 8)]
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_case_06_rows_do_not_depend_on_the_batch_size(layout, truth):
+    rows = [rows_of(build(mlp(10), None, batch_size=size, unit_size=8, layout=layout)) for size in (1, 3, 8)]
     for found in rows:
         assert row_error(found, truth) <= FLOAT32
         assert row_error(found, rows[0].astype(np.float64)) <= FLOAT32
@@ -221,9 +234,10 @@ def test_case_07_batchnorm_in_evaluation_mode_is_taken():
 
 
 @pytest.mark.parametrize(("n", "batch"), [(6, 3), (7, 3), (8, 3), (2, 3), (1, 3)])
-def test_case_08_a_ragged_last_batch_is_neither_dropped_nor_padded(n, batch, tmp_path):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_case_08_a_ragged_last_batch_is_neither_dropped_nor_padded(layout, n, batch, tmp_path):
     out, seen = tmp_path / "run.jac", Counting()
-    store = build(mlp(n), out, batch_size=batch, unit_size=min(n, 6), codec="none", listener=seen)
+    store = build(mlp(n), out, batch_size=batch, unit_size=min(n, 6), codec="none", listener=seen, layout=layout)
     assert store.array.shape == (n * 3, 66) and store.outputs.shape == (n, 3) and store.norms.shape == (n, 3, 4)
     assert sum(event.examples for event in seen.of(UnitDone)) == n
     assert store.info()["examples"] == n and store.info()["bytes_dense"] == n * 3 * 66 * 4
@@ -279,12 +293,13 @@ def with_empty_leaf():
 # --- 10 to 12: rows of zeros, of NaN, of large numbers ----------------------------------------------------------------
 
 
-def test_case_10_zero_rows_are_stored_and_counted(tmp_path):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_case_10_zero_rows_are_stored_and_counted(layout, tmp_path):
     # Examples below zero die in the first layer, and the output bias is left out: their rows are zero.
     inputs = np.abs(mlp(8).inputs) * np.where(np.arange(8) % 3, 1, -1)[:, None].astype(np.float32)
     params = {"w": np.abs(mlp(1).params["layer0"]["w"]), "v": mlp(1).params["layer1"]["w"]}
     problem = Problem(apply=lambda p, x: jax.nn.relu(x @ p["w"]) @ p["v"], params=params, inputs=inputs)
-    store = build(problem, tmp_path / "run.jac", codec="none", unit_size=3)
+    store = build(problem, tmp_path / "run.jac", codec="none", unit_size=3, layout=layout)
     assert store.info()["zero_rows"] == 3 * 3
     truth = dense_rows(problem)
     assert not rows_of(store)[0].any() and row_error(rows_of(store), truth) <= FLOAT32
@@ -306,17 +321,21 @@ def with_nan(at=4):
 
 
 @pytest.mark.parametrize("at", [0, 4])
-def test_case_11_an_example_with_nan_is_refused_by_name(at, tmp_path):
-    text = refusal(build, with_nan(at), tmp_path / "run.jac", unit_size=2, codec="none", error=NonFinite)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_case_11_an_example_with_nan_is_refused_by_name(layout, at, tmp_path):
+    options = {"unit_size": 2, "codec": "none", "layout": layout}
+    text = refusal(build, with_nan(at), tmp_path / "run.jac", **options, error=NonFinite)
     assert f"example(s) {at} hold" in text and "--allow-nonfinite" in text and "allow_nonfinite=True" in text
     store = jacstore.open(tmp_path / "run.jac")
     assert at // 2 not in store.ledger.done("unit")
 
 
-def test_case_11_nan_stays_in_its_own_row_and_column_if_allowed(tmp_path):
-    store = build(with_nan(), tmp_path / "run.jac", unit_size=2, codec="none", allow_nonfinite=True)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_case_11_nan_stays_in_its_own_row_and_column_if_allowed(layout, tmp_path):
+    options = {"unit_size": 2, "codec": "none", "layout": layout}
+    store = build(with_nan(), tmp_path / "run.jac", **options, allow_nonfinite=True)
     assert store.info()["nonfinite_examples"] == [4]
-    found, clean = values(gram(store)), values(gram(build(mlp(6), None, unit_size=2)))
+    found, clean = values(gram(store)), values(gram(build(mlp(6), None, **options)))
     hit = np.repeat(np.arange(6) == 4, 3)
     assert np.isnan(found[hit]).all() and np.isnan(found[:, hit]).all()
     assert np.array_equal(found[np.ix_(~hit, ~hit)], clean[np.ix_(~hit, ~hit)])
@@ -350,13 +369,14 @@ def test_case_13_a_kernel_is_symmetric_to_the_bit_and_positive(options, store_of
     assert eigenvalues[0] > -10 * np.finfo(np.float32).eps * eigenvalues[-1]
 
 
-@pytest.fixture(scope="module")
-def store_of_300():
-    return build(mlp(300, outputs="sum"), None)
+@pytest.fixture(scope="module", params=LAYOUTS)
+def store_of_300(request):
+    return build(mlp(300, outputs="sum"), None, layout=request.param)
 
 
-def test_case_13_float64_products_are_better_than_float32_ones(truth):
-    store = build(mlp(10), None, dtype="float64")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_case_13_float64_products_are_better_than_float32_ones(layout, truth):
+    store = build(mlp(10), None, dtype="float64", layout=layout)
     assert row_error(rows_of(store), truth) <= FLOAT64
     kernel = gram(store)
     assert kernel.report["engine"] == "blas"
@@ -364,12 +384,14 @@ def test_case_13_float64_products_are_better_than_float32_ones(truth):
 
 
 @pytest.mark.parametrize("mode", ["full", "trace", "diagonal", "blocks"])
-def test_case_14_the_kernel_does_not_depend_on_tile_or_engine(mode, finished, truth, tmp_path):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_case_14_the_kernel_does_not_depend_on_tile_or_engine(layout, mode, finished, factors, truth):
+    store = finished if layout == "dense" else factors
     expected = dense_kernel(truth, mode=mode)
     for options in ({"tile": 5}, {"tile": 7}, {"tile": 20}, {"tile": 3, "engine": "xla"}, {"tile": 4, "by_leaf": True}):
-        kernel = gram(finished, mode=mode, **options)
+        kernel = gram(store, mode=mode, **options)
         assert kernel_error(values(kernel), expected, truth, mode=mode) <= FLOAT32, options
-    lazy = jacstore.lazy_kernel(finished, mode, tile=3).compute(scheduler="synchronous")
+    lazy = jacstore.lazy_kernel(store, mode, tile=3).compute(scheduler="synchronous")
     assert kernel_error(lazy, expected, truth, mode=mode) <= FLOAT32
 
 
@@ -390,10 +412,11 @@ def test_case_15_a_rectangular_kernel_of_sizes_that_do_not_divide(mode, rectangl
         assert kernel_error(values(kernel), expected, *rows, mode=mode) <= FLOAT32
 
 
-@pytest.fixture(scope="module")
-def rectangle():
+@pytest.fixture(scope="module", params=LAYOUTS)
+def rectangle(request):
     problems = mlp(37), mlp(23, inputs=mlp(23, seed=5).inputs)
-    return [build(p, None, unit_size=4, batch_size=4) for p in problems], [dense_rows(p) for p in problems]
+    stores = [build(p, None, unit_size=4, batch_size=4, layout=request.param) for p in problems]
+    return stores, [dense_rows(p) for p in problems]
 
 
 # --- 16 to 18: kinds of parameters ------------------------------------------------------------------------------------
@@ -417,7 +440,8 @@ def test_case_16_an_embedding_of_integer_tokens_is_correct(tmp_path):
     assert not rows_of(store)[:3, 12:].reshape(3, 11, 4)[:, absent].any()
 
 
-def test_case_17_a_matrix_used_in_two_layers_counts_both():
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_case_17_a_matrix_used_in_two_layers_counts_both(layout):
     params = {"w": np.random.default_rng(0).normal(size=(5, 5)).astype(np.float32)}
     inputs = mlp(4).inputs
 
@@ -425,10 +449,11 @@ def test_case_17_a_matrix_used_in_two_layers_counts_both():
         return jnp.tanh(jnp.tanh(x @ p["w"]) @ p["w"]) @ p["w"].T
 
     problem = Problem(apply=tied, params=params, inputs=inputs)
-    assert row_error(rows_of(build(problem, None)), dense_rows(problem)) <= FLOAT32
+    assert row_error(rows_of(build(problem, None, layout=layout)), dense_rows(problem)) <= FLOAT32
 
 
-def test_case_18_biases_on_some_layers_mixed_types_and_integer_leaves(tmp_path):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_case_18_biases_on_some_layers_mixed_types_and_integer_leaves(layout, tmp_path):
     draw = np.random.default_rng(0)
     params = {
         "first": {"w": draw.normal(size=(5, 4)).astype(np.float32)},
@@ -442,7 +467,7 @@ def test_case_18_biases_on_some_layers_mixed_types_and_integer_leaves(tmp_path):
         return jnp.tanh(x @ p["first"]["w"]) @ p["second"]["w"] * 2.0 ** p["on"] + p["second"]["b"]
 
     problem = Problem(apply=apply, params=params, inputs=mlp(4).inputs)
-    store = build(problem, tmp_path / "run.jac", codec="none")
+    store = build(problem, tmp_path / "run.jac", codec="none", layout=layout)
     assert store.n_parameters == 20 + 12 + 3
     assert [leaf.path for leaf in store.leaves] == ["first/w", "second/b", "second/w"]
     left_out = json.loads(invoke("info", tmp_path / "run.jac", "--json").stdout)["left_out"]
@@ -513,6 +538,19 @@ def test_case_20_a_deleted_chunk_is_reported_and_never_read_as_zeros(store_path,
     again = build(mlp(10), store_path, codec="none")
     assert again.report["units_computed"] == 1 and contents(store_path, "rows") == before
     assert invoke("gram", store_path, "--out", tmp_path / "run.ntk").exit_code == 0
+
+
+def test_case_20_a_deleted_chunk_of_a_factor_is_reported_and_never_read_as_zeros(tmp_path):
+    out, options = tmp_path / "run.jac", {"codec": "none", "unit_size": 2, "layout": "factored"}
+    operand = build(mlp(10), out, **options).leaves[1].operands[0]
+    before = contents(out, "factors")
+    (out / "factors" / operand / "c/3/0/0/0").unlink()
+    result = invoke("gram", out, "--out", tmp_path / "run.ntk")
+    assert result.exit_code == 3 and result.stderr.count("\n") == 1
+    for named in ("unit 3 (examples 6 to 7)", "layer0/w", f"factors/{operand}/c/3/0/0/0 is missing"):
+        assert named in result.stderr
+    assert build(mlp(10), out, **options).report["units_computed"] == 1 and contents(out, "factors") == before
+    assert invoke("gram", out, "--out", tmp_path / "run.ntk").exit_code == 0
 
 
 @pytest.mark.parametrize("array", ["outputs", "norms"])
@@ -1040,9 +1078,11 @@ def test_case_30_other_types_and_units_are_no_reason_to_refuse(finished, truth):
 # --- 31 to 34: duplicates, targets, constants, choices ----------------------------------------------------------------
 
 
-def test_case_31_the_same_example_twice_makes_two_equal_rows(tmp_path):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_case_31_the_same_example_twice_makes_two_equal_rows(layout, tmp_path):
     inputs = mlp(4).inputs[[0, 1, 1, 0]]
-    store = build(mlp(4, inputs=inputs), tmp_path / "run.jac", codec="none", unit_size=2, batch_size=2)
+    options = {"codec": "none", "unit_size": 2, "batch_size": 2, "layout": layout}
+    store = build(mlp(4, inputs=inputs), tmp_path / "run.jac", **options)
     rows = rows_of(store).reshape(4, 3, 66)
     assert row_error(rows[[1, 0]], rows[[2, 3]].astype(np.float64)) <= FLOAT32
     kernel = values(gram(store)).reshape(4, 3, 4, 3)

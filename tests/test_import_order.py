@@ -21,6 +21,7 @@ FLOORS = {
         "machine",
         "files",
         "report",
+        "schema",
     ),
     2: (
         "blame",
@@ -56,6 +57,7 @@ FLOORS = {
         "engine",
         "engine_xla",
         "codec",
+        "attributes",
         "hierarchy",
         "store",
         "writer",
@@ -113,6 +115,7 @@ FLOOR = {module: floor for floor, modules in FLOORS.items() for module in module
 NEIGHBOURS = {
     "files": {"errors", "machine"},
     "machine": {"errors"},
+    "schema": {"errors"},
     "pytrees": {"blame"},
     "inputs": {"blame", "pytrees"},
     "parameters": {"blame", "pytrees"},
@@ -126,9 +129,10 @@ NEIGHBOURS = {
     "term_products": {"terms"},
     "steps": {"plan", "terms"},
     "expansion": {"plan", "terms"},
-    "store": {"blocks", "hierarchy"},
-    "writer": {"blocks", "hierarchy", "store"},
-    "kernel": {"hierarchy"},
+    "attributes": {"blocks", "engine"},
+    "store": {"attributes", "blocks", "hierarchy"},
+    "writer": {"attributes", "blocks", "hierarchy", "store"},
+    "kernel": {"attributes", "hierarchy"},
     "torch_layers": {"torch_network"},
     "unit": {"jacobian"},
     "cluster": {"item"},
@@ -184,6 +188,7 @@ LATE_ANYWHERE = {"__init__", "cli", "testing"}
 FREE = {"__init__", "testing"}
 WITHOUT_JAX = (
     "assembly",
+    "attributes",
     "attribution",
     "checkpoints",
     "cluster",
@@ -217,6 +222,7 @@ WITHOUT_JAX = (
     "regression",
     "rounding",
     "sample_files",
+    "schema",
     "shifted",
     "solve",
     "store",

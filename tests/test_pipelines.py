@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import bench_contraction
+import bench_trust
 import compare_peers
 import device_check
 import headline
@@ -21,6 +22,7 @@ import jacstore
 import layerwise
 import mnist_all_outputs
 import precision
+import soak
 import transformer
 from jacstore.errors import Damaged, Interrupted
 from jacstore.problem import prepare
@@ -379,3 +381,18 @@ def test_expected_errors_of_each_stored_type_hold_and_are_not_far_too_large(tmp_
     rows = precision.main(words)
     assert len(rows) == len(precision.ROWS)
     assert all(1 <= row["ratio"] <= 30 and row["expected"] <= row["worst"] for row in rows), rows
+
+
+@pytest.mark.slow
+def test_what_trust_costs_is_measured_for_rows_factors_and_convolutions(tmp_path):
+    figures = bench_trust.main(["--examples", "16", "--rounds", "1", "--out", str(tmp_path / "run")])
+    assert set(figures) == {"mlp dense", "mlp factored", "cnn factored"}
+    assert all(found[f"{what}_seconds"] > 0 for found in figures.values() for what in ("build", "gram"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_soak_kills_and_damages_and_finds_nothing_wrong(tmp_path):
+    figures = soak.main(["--minutes", "0.01", "--seed", "3", "--out", str(tmp_path)])
+    assert figures["violations"] == 0 and figures["problems"] == 1
+    assert figures["processes"] >= 2 and figures["faults"] >= 2
+    assert not list(tmp_path.iterdir())

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from jacstore import plan as planning
 from jacstore.errors import Refused
 from jacstore.plan import MODES, GramPlan, Group, Side, StorePlan, block_shape, plan_gram, plan_store
+from jacstore.schema import typed
 
 GIB = 2**30
 # A fault that has been reported and not been mended; the mark goes with the fault.
@@ -271,7 +272,7 @@ def test_flops_are_two_for_each_kernel_entry_and_column(request):
 @quick
 def test_a_plan_survives_json(request):
     plan, _ = planned(request)
-    assert GramPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    assert typed(GramPlan, json.loads(json.dumps(plan.to_dict()))) == plan
 
 
 @given(request=requests(memory=1))

@@ -17,6 +17,7 @@ from jacstore.contraction import products
 from jacstore.errors import Refused
 from jacstore.jacobian import DevicePass
 from jacstore.problem import precision_context, prepare
+from jacstore.schema import typed
 from jacstore.terms import Leaf, Operand
 from jacstore.trace import cut_before_products
 
@@ -408,5 +409,5 @@ def test_products_of_terms_are_those_of_numpy_and_jax_alike():
 
 def test_leaves_and_operands_are_the_same_after_json():
     store = jacstore.build(tiny("conv 3-D"), None, dtype="float64")
-    assert tuple(Leaf.from_dict(json.loads(json.dumps(leaf.to_dict()))) for leaf in store.leaves) == store.leaves
-    assert tuple(Operand.from_dict(json.loads(json.dumps(o.to_dict()))) for o in store.operands) == store.operands
+    assert tuple(typed(Leaf, json.loads(json.dumps(leaf.to_dict()))) for leaf in store.leaves) == store.leaves
+    assert tuple(typed(Operand, json.loads(json.dumps(o.to_dict()))) for o in store.operands) == store.operands

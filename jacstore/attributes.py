@@ -1,0 +1,305 @@
+"""In: what the root of a store or kernel says of it. Out: dataclasses that agree with themselves, or `Damaged`.
+
+A checksum guards attributes against accidents. What is checked here holds for those made up as well: no name leads out
+of the folder, no size is beyond its array, every tile and every column has its place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jacstore.blocks import storage_dtype
+from jacstore.bounds import ROUNDOFF
+from jacstore.engine import PRECISIONS
+from jacstore.errors import Damaged
+from jacstore.pieces import CODECS, ArrayLayout
+from jacstore.plan import MAX_FILES, MAX_ITEMS, MODES, GramPlan, Group, Side
+from jacstore.schema import Open
+from jacstore.terms import Dense, Leaf, Operand
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+ROLES = {"ids": 1, "inputs": 3, "cotangents": 3}
+# NumPy counts bytes in 63 bits.
+LARGEST_ARRAY = 2**63 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numerics(Open):
+    """What decided the digits of a store or kernel."""
+
+    lowest: str | None = None
+    rounded_to: str | None = None
+    expected_error: float | None = None
+    worst_case: float | None = None
+    device: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreChoices(Open):
+    """What was resolved when a store was created."""
+
+    dtype: str
+    codec: str
+    unit_size: int
+    arrays: tuple[ArrayLayout, ...]
+    numerics: Numerics = Numerics()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreAttributes(Open):
+    """What a store says of itself."""
+
+    N: int
+    K: int
+    P: int
+    leaves: tuple[Leaf, ...]
+    operands: tuple[Operand, ...]
+    left_out: tuple[tuple[str, str], ...]
+    fingerprint: dict[str, Any]
+    resolved: StoreChoices
+    versions: dict[str, str]
+    sealed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelRequest(Open):
+    """What a kernel was asked to be, as far as reading it needs that."""
+
+    mode: str
+    dtype: str
+    triangle: bool
+    store: str
+    other: str | None
+    exact_diagonal: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelChoices(Open):
+    """What was resolved when a kernel was created."""
+
+    plan: GramPlan
+    engine: str
+    precision: str
+    leaves: tuple[str, ...]
+    numerics: Numerics = Numerics()
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelAttributes(Open):
+    """What a kernel says of itself."""
+
+    stores: tuple[str, ...]
+    fingerprint: KernelRequest
+    resolved: KernelChoices
+    versions: dict[str, str]
+    sealed: bool = False
+
+
+def check_store(found: StoreAttributes) -> None:
+    """Refuse attributes that contradict themselves.
+
+    Raises
+    ------
+    Damaged
+        Saying what does not agree.
+    """
+    resolved = found.resolved
+    _need(min(found.N, found.K, found.P) >= 1, "N, K and P are at least 1")
+    _need(resolved.dtype in DTYPES, f"dtype {resolved.dtype!r} is one of {', '.join(DTYPES)}")
+    _need(resolved.codec in CODECS, f"codec {resolved.codec!r} is one of {', '.join(CODECS)}")
+    _need(1 <= resolved.unit_size <= found.N, f"unit_size {resolved.unit_size} is from 1 to N")
+    _check_numerics(resolved.numerics)
+    _check_leaves(found)
+    _check_operands(found.operands)
+    expected = _expected_arrays(found)
+    _need(
+        [a.name for a in resolved.arrays] == list(dict.fromkeys(a.name for a in resolved.arrays))
+        and {a.name for a in resolved.arrays} == set(expected),
+        f"arrays are {', '.join(sorted(expected))}",
+    )
+    for layout in resolved.arrays:
+        _check_layout(layout, *expected[layout.name], resolved.unit_size)
+
+
+def _check_numerics(numerics: Numerics) -> None:
+    for dtype in (numerics.lowest, numerics.rounded_to):
+        _need(dtype is None or dtype in ROUNDOFF, f"precision {dtype!r} is one of {', '.join(ROUNDOFF)}")
+    known = [error is not None for error in (numerics.expected_error, numerics.worst_case)]
+    _need(known[0] == known[1], "errors are expected and bounded, or unknown")
+
+
+def _check_leaves(found: StoreAttributes) -> None:
+    offset = start = 0
+    names = {operand.name for operand in found.operands}
+    for leaf in found.leaves:
+        _need(leaf.offset == offset and bool(leaf.terms), f"leaf {leaf.path!r} begins where the one before it ends")
+        for term in leaf.terms:
+            if isinstance(term, Dense):
+                fits = len(leaf.terms) == 1 and (term.start, term.size) == (start, leaf.size)
+                _need(fits, f"leaf {leaf.path!r} has columns of its own among the rows")
+                start += term.size
+        _need(set(leaf.operands) <= names, f"the operands of leaf {leaf.path!r} are described")
+        offset += leaf.size
+    _need(offset == found.P, f"leaves have P = {found.P} columns")
+    _need(len({leaf.path for leaf in found.leaves}) == len(found.leaves), "every leaf has a path of its own")
+
+
+def _check_operands(operands: Sequence[Operand]) -> None:
+    for operand in operands:
+        _need(re.fullmatch(r"\w[\w.-]*", operand.name) is not None, f"operand {operand.name!r} is a plain name")
+        _need(operand.role in ROLES, f"role {operand.role!r} of an operand is one of {', '.join(ROLES)}")
+        ranked = len(operand.shape) == ROLES[operand.role] or (operand.role == "inputs" and len(operand.shape) > 1)
+        _need(ranked, f"operand {operand.name!r} has as many axes as its role")
+    _need(len({operand.name for operand in operands}) == len(operands), "every operand has a name of its own")
+
+
+def _expected_arrays(found: StoreAttributes) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+    """Shape and allowed types of every array."""
+    n, k = found.N, found.K
+    stored = storage_dtype(found.resolved.dtype)
+    columns = sum(leaf.size for leaf in found.leaves if leaf.dense)
+    arrays: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
+        "outputs": ((n, k), ("float32", "float64")),
+        "norms": ((n, k, len(found.leaves)), ("float64",)),
+    }
+    if columns:
+        arrays["rows"] = ((n, k, columns), (stored,))
+    for operand in found.operands:
+        lead = (k,) if operand.role == "cotangents" else ()
+        dtype = "int32" if operand.role == "ids" else stored
+        arrays[f"factors/{operand.name}"] = ((n, *lead, *operand.shape), (dtype,))
+    return arrays
+
+
+def _check_layout(layout: ArrayLayout, shape: tuple[int, ...], dtypes: tuple[str, ...], unit_size: int) -> None:
+    name = layout.name
+    _need(layout.shape == shape and min(shape) >= 1, f"array {name} has the shape {shape}")
+    _need(layout.dtype in dtypes, f"array {name} is of type {dtypes[0]}")
+    _need(math.prod(shape) * 8 <= LARGEST_ARRAY, f"array {name} can be addressed")
+    _need(layout.codec in CODECS, f"the codec of array {name} is one of {', '.join(CODECS)}")
+    _need(len(layout.dimensions) == len(shape), f"every axis of array {name} has a name")
+    fits = (
+        layout.piece[:-1] == (unit_size, *shape[1:-1])
+        and 1 <= layout.piece[-1] <= shape[-1]
+        and layout.per_file[:-1] == (1,) * (len(shape) - 1)
+        and 1 <= layout.per_file[-1] <= -(-shape[-1] // layout.piece[-1])
+    )
+    _need(fits, f"a piece of array {name} holds the examples of a unit and some columns")
+
+
+def check_kernel(found: KernelAttributes) -> None:
+    """Refuse attributes that contradict themselves.
+
+    Raises
+    ------
+    Damaged
+        Saying what does not agree.
+    """
+    request, resolved = found.fingerprint, found.resolved
+    plan, leaves = resolved.plan, resolved.leaves
+    _need(request.dtype in ("float64", "float32"), f"dtype {request.dtype!r} is float64 or float32")
+    _need(request.mode == plan.mode, f"mode {request.mode!r} is that of the plan")
+    _need(resolved.engine in ("blas", "xla"), f"engine {resolved.engine!r} is blas or xla")
+    _need(resolved.precision in PRECISIONS, f"precision {resolved.precision!r} is one of {', '.join(PRECISIONS)}")
+    _check_numerics(resolved.numerics)
+    _need(len(found.stores) == (1 if plan.symmetric else 2) or len(found.stores) == 1, "stores are one or two paths")
+    _need(len(set(leaves)) == len(leaves), "every leaf has a path of its own")
+    _check_sides(plan, max(1, len(leaves)))
+    _check_groups(plan)
+    _check_splits(plan)
+
+
+def _check_sides(plan: GramPlan, n_leaves: int) -> None:
+    _need(plan.mode in MODES, f"mode {plan.mode!r} is one of {', '.join(MODES)}")
+    sides = (plan.rows, plan.cols)
+    _need(all(min(s.n_examples, s.unit_size, s.piece_columns, s.itemsize) >= 1 for s in sides), "sides hold examples")
+    _need(plan.rows == plan.cols or not plan.symmetric, "both sides of a symmetric kernel are the same")
+    _need(plan.symmetric or plan.mode != "blocks", "mode blocks is symmetric")
+    _need(min(plan.n_outputs, plan.tile, plan.slab_columns, plan.bytes_stored) >= 1, "sizes are at least 1")
+    across, down = plan.grid
+    files = across * (1 if plan.mode == "blocks" else down) * n_leaves
+    _need(files <= MAX_FILES, f"{files:,} tiles are at most {MAX_FILES:,}")
+    entries = plan.rows.n_examples * plan.cols.n_examples * plan.n_outputs**2
+    _need(entries * 8 <= LARGEST_ARRAY, "the kernel can be addressed")
+
+
+def _check_groups(plan: GramPlan) -> None:
+    """Every tile is in one group, once."""
+    across, down = plan.grid
+    _need(len(plan.groups) * len(plan.splits) <= MAX_ITEMS, f"items are at most {MAX_ITEMS:,}")
+    inside = all(_within(group.rows, across) and _within(group.cols, down) for group in plan.groups)
+    _need(inside, "groups are ranges of tiles")
+    wanted = _tile_count(plan, Group(rows=(0, across), cols=(0, down)))
+    counts = [_tile_count(plan, group) for group in plan.groups]
+    _need(min(counts, default=0) >= 1 and sum(counts) == wanted, "groups hold every tile once")
+    tiles = {tile for group in plan.groups for tile in plan.tiles_of(group)}
+    _need(len(tiles) == wanted, "groups hold every tile once")
+
+
+def _tile_count(plan: GramPlan, group: Group) -> int:
+    """How many tiles a group computes, without listing them."""
+    (a, b), (c, d) = group.rows, group.cols
+    if plan.mode == "blocks":
+        return max(0, min(b, d) - max(a, c))
+    if not plan.symmetric:
+        return (b - a) * (d - c)
+    # Columns that cross the diagonal inside the group hold one tile more each; those right of it hold all rows.
+    low, high = max(a, c), max(a, c, min(b, d))
+    crossing = (high - low) * (low + 1 + high - 2 * a) // 2
+    return crossing + max(0, d - max(b, c)) * (b - a)
+
+
+def _within(span: tuple[int, int], count: int) -> bool:
+    return 0 <= span[0] < span[1] <= count
+
+
+def _check_splits(plan: GramPlan) -> None:
+    """Every column and every step is in one split, once."""
+    _need(bool(plan.splits) and len(plan.split_steps) == len(plan.splits), "splits have columns and steps")
+    ordered = all(a <= b == c for (a, b), (c, _) in itertools.pairwise(plan.splits))
+    first, last = plan.splits[0], plan.splits[-1]
+    _need(
+        ordered and first[0] == 0 and last[0] <= last[1] == plan.n_columns,
+        "splits hold every column once",
+    )
+    steps = sorted(number for numbers in plan.split_steps for number in numbers)
+    _need(steps == list(range(len(plan.steps))), "splits hold every step once")
+    _need(plan.piece_columns >= 1 or not plan.n_columns, "pieces have columns")
+    for step in plan.steps:
+        _need(bool(step.leaves) and set(step.expanded) <= set(step.leaves), "steps hold leaves")
+
+
+def check_plan_for(
+    plan: GramPlan, rows: Side, cols: Side | None, n_outputs: int, leaves: Sequence[Leaf], n_columns: int
+) -> None:
+    """Refuse the plan of a kernel whose stores are others than those that are given.
+
+    Parameters
+    ----------
+    n_columns
+        Columns that the store holds as rows.
+
+    Raises
+    ------
+    Damaged
+        Saying what does not agree.
+    """
+    sides = (rows, cols or rows, cols is None)
+    _need((plan.rows, plan.cols, plan.symmetric) == sides, "the examples and units of the plan are those of the stores")
+    _need(plan.n_outputs == n_outputs, "the outputs of the plan are those of the stores")
+    stepped = sorted(number for step in plan.steps for number in step.leaves)
+    factored = [number for number, leaf in enumerate(leaves) if leaf.size and not leaf.dense]
+    # Where the two stores hold leaves by other terms, all are multiplied as rows.
+    as_rows = stepped == [] and plan.n_columns == sum(leaf.size for leaf in leaves)
+    alike = stepped == factored and plan.n_columns == n_columns
+    _need(alike or as_rows, "the plan takes every column of the stores once")
+
+
+def _need(holds: bool, what: str) -> None:
+    if not holds:
+        raise Damaged(f"it does not hold that {what}")
