@@ -14,6 +14,7 @@ import pytest
 
 import bench_contraction
 import bench_trust
+import compare_laplace
 import compare_peers
 import device_check
 import headline
@@ -107,6 +108,7 @@ def test_leaves_that_do_not_add_up_to_the_kernel_stop_the_pipeline() -> None:
         layerwise.check_sum(np.eye(3) * 1.01, np.eye(3), 1e-3)
 
 
+@pytest.mark.slow
 def test_a_kernel_that_is_not_stored_answers_as_the_stored_one(tmp_path: Path) -> None:
     words = ["--small", "--memory", "500MB", "--widths", "8", "24", "--out"]
     stored = mnist_all_outputs.main([*words, str(tmp_path / "stored")])
@@ -396,3 +398,16 @@ def test_soak_kills_and_damages_and_finds_nothing_wrong(tmp_path):
     assert figures["violations"] == 0 and figures["problems"] == 1
     assert figures["processes"] >= 2 and figures["faults"] >= 2
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_predictive_variances_by_the_kernel_and_by_the_normal_matrix_agree(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    arrays = {f"x_{part}": rng.integers(0, 256, size=(12, 28, 28), dtype=np.uint8) for part in ("train", "test")}
+    labels = {f"y_{part}": rng.integers(0, 10, size=12, dtype=np.uint8) for part in ("train", "test")}
+    np.savez(tmp_path / "data.npz", **arrays, **labels)
+    words = ["--data", str(tmp_path / "data.npz"), "--examples", "6", "--others", "3", "--memory", "500MB"]
+    rows = compare_laplace.main([*words, "--out", str(tmp_path / "out")])
+    assert [row["failed"] for row in rows] == ["", ""]
+    assert rows[0]["difference"] == 0 and 0 < rows[1]["difference"] < 1e-3
+    assert (tmp_path / "out" / "laplace.png").stat().st_size > 10_000

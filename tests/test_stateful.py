@@ -228,7 +228,7 @@ class Promise(RuleBasedStateMachine):
 def histories(count, **more):
     checks = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
     return settings(
-        max_examples=count, stateful_step_count=5, deadline=None, suppress_health_check=checks,
+        max_examples=count, stateful_step_count=4, deadline=None, suppress_health_check=checks,
         phases=[Phase.generate], **more,
     )  # fmt: skip
 
