@@ -24,6 +24,7 @@ def plan_steps(
     steps = []
     for members, names in sharing(leaves):
         costs = {n: _costs(leaves[n], by_name, n_outputs, n_examples, mode) for n in members}
+        costs |= {n: (flops, *costs[n][1:]) for n, flops in _joined_costs(leaves, members, by_name).items()}
         expanded = tuple(n for n in members if expanding_pays(costs[n], n_examples))
         rows_flops = {n: costs[n][1] for n in expanded}
         positions = max(
@@ -43,6 +44,22 @@ def plan_steps(
             )
         )
     return tuple(steps)
+
+
+def _joined_costs(leaves: Sequence[Leaf], members: Sequence[int], operands: dict[str, Operand]) -> dict[int, int]:
+    """Operations for a pair of examples of leaves whose inputs are multiplied beside those of an earlier leaf.
+
+    Such as a bias: its layer's product of cotangents is formed once, and its inputs are one more column, of ones.
+    """
+    seen, found = set(), {}
+    for n in members:
+        if not _simple(leaves[n], operands):
+            continue
+        *inputs, cotangents = leaves[n].operands
+        if cotangents in seen:
+            found[n] = 2 * (operands[inputs[0]].shape[-1] if inputs else 1)
+        seen.add(cotangents)
+    return found
 
 
 def expanding_pays(costs: tuple[int, int, int], n_examples: int) -> bool:

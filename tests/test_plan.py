@@ -10,14 +10,17 @@ from collections import Counter
 from functools import cache
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
+from jacstore import Problem, build
 from jacstore import plan as planning
 from jacstore.errors import Refused
 from jacstore.plan import MODES, GramPlan, Group, Side, StorePlan, block_shape, plan_gram, plan_store
 from jacstore.schema import typed
+from jacstore.steps import ELEMENTWISE, plan_steps
 
 GIB = 2**30
 # A fault that has been reported and not been mended; the mark goes with the fault.
@@ -440,3 +443,17 @@ def test_more_workers_split_columns_before_they_read_anything_twice():
 def test_a_store_plan_is_frozen_and_keyword_only():
     with pytest.raises(TypeError):
         StorePlan(1, 2, 3, 4, 5, 6, 7)
+
+
+def test_operations_of_a_dense_layer_are_those_of_one_product_of_inputs_and_one_of_cotangents():
+    store = build(Problem(apply=apply_layer, params=LAYER, inputs=np.ones((6, 5), np.float32)), None, layout="factored")
+    steps = plan_steps(store.leaves, store.operands, store.n_outputs, store.n_examples, "full")
+    # The bias is one more column of the inputs, of ones.
+    assert sum(step.flops_pair for step in steps) == 2 * (5 + 1) + 2 * 3 * 3 * 3 + ELEMENTWISE * 3 * 3
+
+
+LAYER = {"bias": np.ones(3, np.float32), "weight": np.ones((5, 3), np.float32)}
+
+
+def apply_layer(params, x):
+    return x @ params["weight"] + params["bias"]
