@@ -108,6 +108,17 @@ def rounding_error(dtype: str, rounding: Mapping[str, Any]) -> tuple[float, floa
     return (worst if gain is None else min(worst, SIGMAS * gain * ROUNDOFF[dtype])), worst
 
 
+def stored_error(storage: str, lowest: str, rounding: Mapping[str, Any]) -> tuple[float, float]:
+    """What computing rows, in a function of `lowest` precision, and storing them does to a kernel entry; see above."""
+    computed = SUM_ROUNDINGS * ROUNDOFF[compute_dtype(storage)]
+    likely, worst = rounding_error(storage, rounding)
+    likely, worst = likely + computed / ROUNDINGS_ALIKE, worst + 2 * computed
+    if lowest != compute_dtype(storage):
+        lower, lowest_worst = rounding_error(lowest, rounding)
+        likely, worst = likely + lower * math.sqrt(LOWEST_ROUNDINGS), worst + lowest_worst * LOWEST_ROUNDINGS
+    return likely, worst
+
+
 def entry_error(
     storage: str,
     lowest: str,
@@ -122,11 +133,7 @@ def entry_error(
     It adds up from computing rows, rounding them to the stored type, rounding them once more where products are fast,
     and forming products and sums.
     """
-    computed = SUM_ROUNDINGS * ROUNDOFF[compute_dtype(storage)]
-    parts = [(computed / ROUNDINGS_ALIKE, 2 * computed), rounding_error(storage, rounding)]
-    if lowest != compute_dtype(storage):
-        likely, worst = rounding_error(lowest, rounding)
-        parts.append((likely * math.sqrt(LOWEST_ROUNDINGS), worst * LOWEST_ROUNDINGS))
+    parts = [stored_error(storage, lowest, rounding)]
     if rounded_to:
         parts.append(rounding_error(rounded_to, rounding))
     product = product_bound(precision, engine, n_columns) * rounding["amplification"]

@@ -21,7 +21,7 @@ import numpy as np
 from jacstore import hierarchy
 from jacstore.attributes import StoreAttributes, check_store
 from jacstore.blocks import from_bfloat16
-from jacstore.bounds import compute_dtype, rounding_error
+from jacstore.bounds import compute_dtype, stored_error
 from jacstore.errors import Damaged, Incomplete, Refused
 from jacstore.files import Files, Folder
 from jacstore.ledger import FORMAT_VERSION, Ledger, record_name
@@ -285,7 +285,7 @@ class JacobianStore:
 
     def _errors(self) -> dict[str, Any]:
         """The numerical record with what rounding for storage does to kernel entries, relative to sqrt(G_ii G_jj)."""
-        expected, worst = rounding_error(self.dtype, self.rounding)
+        expected, worst = stored_error(self.dtype, self.lowest, self.rounding)
         seen = self.rounding["measured"]
         return {**self.numerics, "expected_error": expected, "worst_case": worst, "measured_error": seen}
 

@@ -362,7 +362,9 @@ def test_a_model_that_computes_in_bfloat16_is_no_error(tmp_path, stores):
     assert verify(gram(store, None, tmp_path / "k", memory=MEMORY)).ok
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("mlp", "bfloat16"), ("cnn", "float16"), ("cnn", "float32")])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("mlp", "bfloat16"), ("mlp", "float32"), ("cnn", "float16"), ("cnn", "float32")]
+)
 def test_expected_errors_hold_and_are_recorded(dtype, name, tmp_path):
     problem = problem_of(name)
     truth = dense_rows(problem)
