@@ -26,7 +26,7 @@ EXAMPLES = 3
 LIMIT = 1e-12
 FAST_COMPILATION = "jax_disable_most_optimizations"
 # Networks of each kind; the profile `random` is for exploring.
-COUNT = 4 if settings().derandomize else 100
+COUNT = 3 if settings().derandomize else 100
 
 
 @pytest.fixture(autouse=True, scope="module")
