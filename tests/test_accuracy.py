@@ -1,13 +1,12 @@
 """Claims about numbers: stored rows and kernels against `jax.jacrev` in float64.
 
-Run as a script, or with `pytest -s`, it prints the worst error of every combination.
+With `pytest -s -n 0` it prints the worst error of every combination.
 """
 
 from __future__ import annotations
 
 import math
 import re
-import sys
 from collections import defaultdict
 from functools import cache
 
@@ -369,7 +368,3 @@ def test_rows_and_kernels_do_not_depend_on_tree_sizes_codec_or_tiles(data, tmp_p
         for leaf in store.leaves:
             part = against[..., leaf.offset : leaf.offset + leaf.size]
             check_kernel(kernel.leaf_arrays[leaf.path], part, part, mode, dtype, "random", "by leaf")
-
-
-if __name__ == "__main__":
-    sys.exit(pytest.main([__file__, "-q", "-s", *sys.argv[1:]]))
