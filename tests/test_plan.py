@@ -23,7 +23,6 @@ from jacstore.schema import typed
 from jacstore.steps import ELEMENTWISE, plan_steps
 
 GIB = 2**30
-# A fault that has been reported and not been mended; the mark goes with the fault.
 quick = settings(max_examples=50, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
 

@@ -9,17 +9,13 @@ from __future__ import annotations
 import json
 import sys
 import time
-import warnings
 
 import numpy as np
+import torch
+from laplace import Laplace
+from laplace.curvature import BackPackGGN
 from serve import forget_peak, peak_bytes
-
-warnings.simplefilter("ignore")
-
-import torch  # noqa: E402
-from laplace import Laplace  # noqa: E402
-from laplace.curvature import BackPackGGN  # noqa: E402
-from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
+from torch.utils.data import DataLoader, TensorDataset
 
 
 def module(arrays: dict[str, np.ndarray]) -> torch.nn.Sequential:
