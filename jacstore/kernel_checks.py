@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import scipy.linalg
 
-from jacstore.bounds import ROUNDOFF, product_bound, rounding_error
+from jacstore.bounds import ROUNDOFF, product_bound, rounding_error, squares_bound
 from jacstore.errors import Damaged, JacstoreError
 from jacstore.kernel import Kernel
 from jacstore.norms import Diagonal, diagonal_of, stored_norms
@@ -49,17 +49,21 @@ class KernelChecks:
         self.store_fault = ""
         self.frobenius = 0.0
         self.largest_norm = 0.0
-        self.error = self._entry_error()
+        self.error, self.one_sided = self._entry_errors()
 
-    def _entry_error(self) -> float:
-        """Error that a right entry may have against the stored rows, relative to `sqrt(G_ii G_jj)`."""
+    def _entry_errors(self) -> tuple[float, float]:
+        """Errors that add up in a right entry against the stored rows: relative to `sqrt(G_ii G_jj)`, and to `|G_ij|`.
+
+        The second is that of rows which are nearly parallel: their products are of one sign, so that partial sums are as
+        large as the entry and roundings may all go to one side, as they do on the diagonal.
+        """
         kernel, stores = self.kernel, self.stores or []
         columns = stores[0].n_parameters if stores else 2**31
         amplified = max((store.rounding["amplification"] for store in stores), default=1.0)
         error = product_bound(kernel.precision, kernel.engine, columns) * amplified + ROUNDOFF[kernel.dtype.name]
         if kernel.rounded_to:
             error += max((rounding_error(kernel.rounded_to, store.rounding)[0] for store in stores), default=1.0)
-        return error
+        return error, squares_bound(kernel.precision, kernel.engine, columns) * amplified
 
     def run(self, samples: int, draw: np.random.Generator) -> Iterator[Check]:
         records = self._records()
@@ -190,8 +194,11 @@ class KernelChecks:
                 found.append((n, k, m, k if self.plan.mode == "diagonal" else o))
         return tuple(found)
 
-    def differences(self, again: Kernel) -> Iterator[tuple[tuple[int, int, int], float]]:
-        """For each tile the largest difference from another kernel of the same stores, relative to the norms."""
+    def differences(self, again: Kernel) -> Iterator[tuple[tuple[int, int, int], float, float]]:
+        """For each tile the difference from another kernel that is largest against its bound, and that bound.
+
+        Both are relative to the norms. The other kernel is one of the same stores.
+        """
         assert self.stores is not None
         known = [set(store.nonfinite_examples) for store in (self.stores[0], self.stores[-1])]
         for index in range(len(self.kernel.layouts)):
@@ -202,7 +209,8 @@ class KernelChecks:
             for i, j in self._tiles(index):
                 if self.bad.get((index, i, j)) is False:
                     continue
-                off = np.abs(self.kernel.read_tile(index, i, j) - again.read_tile(index, i, j))
+                right_one = again.read_tile(index, i, j)
+                off = np.abs(self.kernel.read_tile(index, i, j) - right_one)
                 if self.kernel.exact_diagonal and i == j:
                     diagonal_of(off)[...] = 0
                 a, b = self.plan.rows.examples(self.plan.tile, i, i + 1)
@@ -211,8 +219,21 @@ class KernelChecks:
                 one[[n - a for n in known[0] if a <= n < b]] = np.inf
                 other[[n - c for n in known[1] if c <= n < d]] = np.inf
                 scale = _outer(self.kernel.mode, one, other)
-                ratio = np.where((off == 0) | ~np.isfinite(scale), 0.0, off / np.maximum(scale, np.finfo(float).tiny))
-                yield (index, i, j), float(ratio.max(initial=0.0))
+                off = np.where(np.isfinite(scale), off, 0.0)
+                yield (index, i, j), *self.worst(off, scale, self.error, np.abs(right_one))
+
+    def worst(self, off: np.ndarray, scale: np.ndarray, error: float, size: np.ndarray) -> tuple[float, float]:
+        """The difference that is largest against its bound, and the bound, both relative to `scale`.
+
+        A difference may be `error` of the scale and `one_sided` of the size.
+        """
+        scale = np.where(scale > 0, scale, np.finfo(float).tiny)
+        figures = np.where(off == 0, 0.0, off / scale)
+        bounds = error + self.one_sided * np.where(np.isfinite(size), np.minimum(size / scale, 1.0), 1.0)
+        if not figures.size:
+            return 0.0, error
+        at = np.unravel_index(np.argmax(figures / bounds), figures.shape)
+        return float(figures[at]), float(bounds[at])
 
     # ------------------------------------------------------------------------------------------------- eigenvalues
 
@@ -260,7 +281,7 @@ class _Expected:
     ) -> None:
         self.wanted, self.found, self.norms, self.spans, self.known = wanted, found, norms, spans, known
         self.diagonal = diagonal
-        self.products = np.zeros_like(found.products)
+        self.products, self.squares = np.zeros_like(found.products), np.zeros_like(found.products)
 
     def scales(self, mode: str) -> tuple[np.ndarray, np.ndarray]:
         """`(N, K)` norms of rows and of columns, K = 1 for trace."""
@@ -293,13 +314,16 @@ class _Tiles:
                 self._wrong(i, j, True)
         tile = np.asarray(tile, np.float64)
         times = 2 if self.plan.symmetric and i != j else 1
-        self.checks.frobenius += times * float(np.square(tile).sum())
+        squares = np.square(tile)
+        self.checks.frobenius += times * float(squares.sum())
         if self.plan.symmetric and i == j:
             self.checks.largest_norm = max(self.checks.largest_norm, float(diagonal_of(tile).max(initial=0)))
         if self.expected is not None:
             self._diagonal(self.expected, i, j, tile, where)
             self._entries(self.expected, i, j, tile, where)
-            self._multiply(self.expected, i, j, tile)
+            self._multiply(self.expected.products, i, j, tile, self.expected.wanted.weights)
+            # What roundings of the products to one side may amount to: weights have random signs.
+            self._multiply(self.expected.squares, i, j, squares, np.square(self.expected.wanted.weights))
 
     def _wrong(self, i: int, j: int, as_recorded: bool) -> None:
         self.checks.bad[self.index, i, j] = as_recorded
@@ -327,25 +351,25 @@ class _Tiles:
             }[self.plan.mode]
             scale = math.sqrt(scales[0][n, k] * scales[1][m, o]) or np.finfo(float).tiny
             off = abs(float(tile[place]) - expected.found.entries[at])
+            size = abs(expected.found.entries[at])
             fine = self.tallies["entries"].see(
-                off / scale,
-                self.checks.error + REFERENCE,
+                *self.checks.worst(*(np.array([x]) for x in (off, scale)), self.checks.error + REFERENCE, np.array([size])),
                 f"{where}: entry of example {n}, output {k} with example {m}, output {o}",
             )
             if not fine:
                 self._wrong(i, j, True)
 
-    def _multiply(self, expected: _Expected, i: int, j: int, tile: np.ndarray) -> None:
+    def _multiply(self, into: np.ndarray, i: int, j: int, tile: np.ndarray, weights: np.ndarray) -> None:
         """Add the products of a tile, and of its mirror image, with the weights of their columns."""
+        assert self.expected is not None
         rows = self.plan.rows.examples(self.plan.tile, i, i + 1)
         cols = self.plan.cols.examples(self.plan.tile, j, j + 1)
-        weights = expected.wanted.weights
-        if any(expected.known):
+        if any(self.expected.known):
             tile = np.where(np.isfinite(tile), tile, 0.0)
-        expected.products[slice(*rows), :, self._span(expected, j)] += self._times(tile, weights[slice(*cols)])
+        into[slice(*rows), :, self._span(self.expected, j)] += self._times(tile, weights[slice(*cols)])
         if self.plan.symmetric and i != j:
             mirrored = self._times(np.swapaxes(tile, -1, -2), weights[slice(*rows)])
-            expected.products[slice(*cols), :, self._span(expected, i)] += mirrored
+            into[slice(*cols), :, self._span(self.expected, i)] += mirrored
 
     def _span(self, expected: _Expected, j: int) -> int:
         if self.plan.mode == "blocks":
@@ -380,12 +404,11 @@ class _Tiles:
                     continue
                 a, b = self.plan.rows.examples(self.plan.tile, i, i + 1)
                 scale = self._scale(left[a:b], weighted, expected.wanted.ranges[at], (a, b))
-                difference = off[a:b, :, at]
-                ratio = np.where(difference == 0, 0.0, difference / np.where(scale > 0, scale, np.finfo(float).tiny))
-                ratio[[n - a for n in expected.known[0] if a <= n < b]] = 0
-                figure = float(ratio.max(initial=0.0))
+                difference = off[a:b, :, at].copy()
+                difference[[n - a for n in expected.known[0] if a <= n < b]] = 0
+                figure, most = self.checks.worst(difference, scale, bound, np.sqrt(expected.squares[a:b, :, at]))
                 named = ", ".join(f"({p}, {q})" for p, q in stored)
-                if not tally.see(figure, bound, f"{self.kernel.path}: tile {named}{self._of()}"):
+                if not tally.see(figure, most, f"{self.kernel.path}: tile {named}{self._of()}"):
                     for t in stored:
                         self._wrong(*t, True)
 

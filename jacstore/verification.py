@@ -189,7 +189,7 @@ def _every_entry(checks: KernelChecks, memory: int) -> Check:
     except Damaged as error:
         tally.fault(str(error))
         return tally.done()
-    for (index, i, j), figure in checks.differences(again):
-        if not tally.see(figure, checks.error, f"{kernel.path}: {kernel.named(index, i, j)}"):
+    for (index, i, j), figure, bound in checks.differences(again):
+        if not tally.see(figure, bound, f"{kernel.path}: {kernel.named(index, i, j)}"):
             checks.bad[index, i, j] = True
     return tally.done()

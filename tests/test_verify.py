@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import shutil
@@ -18,7 +19,7 @@ import jacstore
 import jacstore.files
 import jacstore.item
 from jacstore import Problem, StoreWriter, build, gram, verify
-from jacstore.bounds import squares_bound
+from jacstore.bounds import product_bound, squares_bound
 from jacstore.errors import Damaged, Refused
 from jacstore.kernel_checks import lanczos
 from jacstore.pieces import FileEncoder
@@ -555,3 +556,24 @@ def test_squares_that_are_summed_one_after_the_other_stay_within_the_bound_of_a_
         squares = np.full(4096, value * value)
         off = abs(float(np.cumsum(squares)[-1]) / float(squares.sum(dtype=np.float64)) - 1)
         assert off <= squares_bound("float32", "xla", 4096)
+
+
+def test_rows_that_are_nearly_parallel_make_no_false_alarm(tmp_path):
+    # Each further product is below half a unit in the last place of the sum, so that every rounding is downwards.
+    rows = np.full((30, 1, 219), math.sqrt(0.9 * 2**-24), np.float32)
+    rows[:, :, 0] = 1
+    rows *= np.linspace(1, 1.02, 30, dtype=np.float32)[:, None, None]
+    exact = rows[:, 0].astype(np.float64) @ rows[:, 0].T.astype(np.float64)
+    with StoreWriter(tmp_path / "s", {"w": (219,)}, 30, 1, dtype="float32") as writer:
+        for start, stop in writer.missing:
+            writer.write_unit(start, {"w": rows[start:stop]})
+    kernel = gram(tmp_path / "s", None, tmp_path / "k", engine="blas", tile=10, memory=MEMORY)
+    off = np.abs(kernel.array.compute() / exact - 1).max()
+    assert product_bound("float32", "blas", 219) < off < squares_bound("float32", "blas", 219)
+    report = verify(kernel, samples=900, full=True)
+    assert report.ok, report
+    for value in ("entries", "every entry in float64"):
+        assert report.check(value).figure == pytest.approx(off, rel=0.2)
+    # What is allowed is relative to the entries themselves; a tile that is off is found all the same.
+    forge(kernel, 0, 0, 1, kernel.read_tile(0, 0, 1) * (1 + 1e-4))
+    assert "products with random weights" in failed(verify(kernel, samples=1))
