@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import scipy.linalg
 
-from jacstore.bounds import ROUNDOFF, product_bound, rounding_error, squares_bound
+from jacstore.bounds import ROUNDOFF, SIGMAS, product_bound, rounding_error, squares_bound
 from jacstore.errors import Damaged, JacstoreError
 from jacstore.kernel import Kernel
 from jacstore.norms import Diagonal, diagonal_of, stored_norms
@@ -54,8 +54,8 @@ class KernelChecks:
     def _entry_errors(self) -> tuple[float, float]:
         """Errors that add up in a right entry against the stored rows: relative to `sqrt(G_ii G_jj)`, and to `|G_ij|`.
 
-        The second is that of rows which are nearly parallel: their products are of one sign, so that partial sums are as
-        large as the entry and roundings may all go to one side, as they do on the diagonal.
+        The second is that of rows which are nearly parallel: their products are of one sign, so that partial sums are
+        as large as the entry and roundings may all go to one side, as they do on the diagonal.
         """
         kernel, stores = self.kernel, self.stores or []
         columns = stores[0].n_parameters if stores else 2**31
@@ -229,7 +229,7 @@ class KernelChecks:
         """
         scale = np.where(scale > 0, scale, np.finfo(float).tiny)
         figures = np.where(off == 0, 0.0, off / scale)
-        bounds = error + self.one_sided * np.where(np.isfinite(size), np.minimum(size / scale, 1.0), 1.0)
+        bounds = error + self.one_sided * np.where(np.isfinite(size), size / scale, 1.0)
         if not figures.size:
             return 0.0, error
         at = np.unravel_index(np.argmax(figures / bounds), figures.shape)
@@ -349,11 +349,11 @@ class _Tiles:
                 "diagonal": (k, n - a, m - c),
                 "blocks": (n - a, k, o),
             }[self.plan.mode]
-            scale = math.sqrt(scales[0][n, k] * scales[1][m, o]) or np.finfo(float).tiny
-            off = abs(float(tile[place]) - expected.found.entries[at])
-            size = abs(expected.found.entries[at])
+            scale = math.sqrt(scales[0][n, k] * scales[1][m, o])
+            off = np.abs(tile[place] - expected.found.entries[at])
+            size = np.abs(expected.found.entries[at])
             fine = self.tallies["entries"].see(
-                *self.checks.worst(*(np.array([x]) for x in (off, scale)), self.checks.error + REFERENCE, np.array([size])),
+                *self.checks.worst(off, np.array(scale), self.checks.error + REFERENCE, size),
                 f"{where}: entry of example {n}, output {k} with example {m}, output {o}",
             )
             if not fine:
@@ -406,7 +406,10 @@ class _Tiles:
                 scale = self._scale(left[a:b], weighted, expected.wanted.ranges[at], (a, b))
                 difference = off[a:b, :, at].copy()
                 difference[[n - a for n in expected.known[0] if a <= n < b]] = 0
-                figure, most = self.checks.worst(difference, scale, bound, np.sqrt(expected.squares[a:b, :, at]))
+                # Of random signs, such a sum is at most as many standard deviations, or its terms all together.
+                deviations = min(SIGMAS, math.sqrt(weighted.size))
+                size = deviations * np.sqrt(expected.squares[a:b, :, at])
+                figure, most = self.checks.worst(difference, scale, bound, size)
                 named = ", ".join(f"({p}, {q})" for p, q in stored)
                 if not tally.see(figure, most, f"{self.kernel.path}: tile {named}{self._of()}"):
                     for t in stored:
