@@ -19,7 +19,8 @@ from jacstore.terms import Leaf
 # Rounding to so few digits that float64 shows it, and enough that its square does not matter.
 BITS = 12
 DRAWS = 4
-COLUMNS_AT_ONCE = 1_000_000
+# As many numbers as a core keeps close.
+COLUMNS_AT_ONCE = 32_768
 
 
 def observed_rounding(
@@ -67,7 +68,8 @@ def _squares(
     total: Any = 0.0
     if rows is not None:
         for a in range(0, rows.shape[1], COLUMNS_AT_ONCE):
-            total = total + np.square(_rounded(rows[:, a : a + COLUMNS_AT_ONCE].astype(np.float64), scale)).sum(1)
+            some = _rounded(rows[:, a : a + COLUMNS_AT_ONCE].astype(np.float64), scale)
+            total = total + np.einsum("kp,kp->k", some, some)
     again = {name: v if v.dtype.kind == "i" else _rounded(v, scale) for name, v in operands.items()}
     for leaf in factored:
         total = total + squared_norms(leaf, again).sum(-1)[0]
@@ -78,6 +80,11 @@ def _rounded(values: np.ndarray, scale: float | None) -> np.ndarray:
     """To `BITS` significant bits, unit roundoff `2**-BITS`, after scaling and before scaling back."""
     if scale is None:
         return values
-    mantissa, exponent = np.frexp(values * scale)
-    rounded: np.ndarray = np.ldexp(np.rint(np.ldexp(mantissa, BITS)), exponent - BITS) / scale
+    rounded: np.ndarray = values * scale
+    # Half of what is left out is added before it is cut off; a carry moves into the exponent, as it should.
+    cut = np.uint64(53 - BITS)
+    bits = rounded.view(np.uint64)
+    bits += np.uint64(1) << (cut - np.uint64(1))
+    bits &= ~((np.uint64(1) << cut) - np.uint64(1))
+    rounded /= scale
     return rounded

@@ -255,6 +255,8 @@ class StoreWriter:
         for block in blocks.values():
             block.clear(count)
         small = {"outputs": outputs, "norms": norms}
+        # Seen while the files wait for the disk.
+        rounding = self._workers().submit(self._rounding, unit, blocks, norms)
         files = self._write_files(unit, blocks, small)
         self.files.sync_folders(files)
         size = sum(record.size for record in files.values())
@@ -267,7 +269,7 @@ class StoreWriter:
                 "bytes": size,
                 "zero_rows": int(np.sum(norms.sum(-1) == 0)),
                 "nonfinite_examples": nonfinite,
-                **self._rounding(unit, blocks, norms),
+                **rounding.result(),
                 "files": {name: record.to_list() for name, record in files.items()},
                 **facts,
             },
@@ -398,12 +400,15 @@ class StoreWriter:
             )
         return bad
 
+    def _workers(self) -> ThreadPoolExecutor:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(IO_THREADS, "jacstore-write")
+        return self._pool
+
     def _write_files(
         self, unit: int, blocks: Mapping[str, UnitBlock], small: Mapping[str, np.ndarray]
     ) -> dict[str, FileRecord]:
         """Encode and write all files of a unit, several at a time: flushing waits for the disk, encoding for a core."""
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(IO_THREADS, "jacstore-write")
         layouts = self.store.layouts
         files: dict[tuple[str, int], Iterator[np.ndarray | None]] = {
             (name, file): block.pieces(file)
@@ -416,7 +421,7 @@ class StoreWriter:
         for (name, file), pieces in files.items():
             at = (unit, *[0] * (len(layouts[name].shape) - 2), file)
             path = layouts[name].file_name(at)
-            futures[path] = self._pool.submit(_write_file, self.files, path, layouts[name], pieces)
+            futures[path] = self._workers().submit(_write_file, self.files, path, layouts[name], pieces)
         return {path: future.result() for path, future in futures.items()}
 
     def _create(
