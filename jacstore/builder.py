@@ -346,15 +346,21 @@ class _Job:
                     break
                 if unit is None:
                     unit = Unit(writer, start, last, self.outputs_dtype, spare)
-                unit.fill(a, rows)
                 times["seconds_device"] += time.perf_counter() - began
+                completes = rows.last and b == last
+                if completes and writing:
+                    # Of complete units one at most is not stored yet, so that a kill loses no more.
+                    times["seconds_write"] += writing.pop().result()
+                began = time.perf_counter()
+                unit.fill(a, rows)
                 if rows.last:
                     unit.inputs.update(examples)
                     listener(BatchDone(examples=b - a))
-                if rows.last and b == last:
+                times["seconds_device"] += time.perf_counter() - began
+                if completes:
                     writing.append(units_pool.submit(unit.write))
-                    while len(writing) > ahead:
-                        times["seconds_write"] += writing.pop(0).result()
+                    if not ahead:
+                        times["seconds_write"] += writing.pop().result()
                     unit = None
                 began = time.perf_counter()
             times["seconds_write"] += sum(future.result() for future in writing)

@@ -193,8 +193,12 @@ def _run(
                 stopped = stop()
                 if stopped:
                     break
-                began = time.perf_counter()
                 b = min(a + passes.batch_size, last)
+                if b == last and writing:
+                    # Of complete units one at most is not stored yet, so that a kill loses no more.
+                    times["seconds_write"] += writing.result()
+                    writing = None
+                began = time.perf_counter()
                 examples = source.read(a, b)
                 for rows in passes.run(examples):
                     unit.fill(a, rows)
@@ -203,7 +207,6 @@ def _run(
                 times["seconds_device"] += time.perf_counter() - began
             if stopped:
                 break
-            times["seconds_write"] += writing.result() if writing else 0.0
             writing = pool.submit(unit.write)
         times["seconds_write"] += writing.result() if writing else 0.0
     if stopped:

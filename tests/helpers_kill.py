@@ -20,6 +20,8 @@ CONTEXT.set_forkserver_preload(["jacstore.builder", "jacstore.assembly", "jacsto
 
 # One column of pieces, so that a slab is a piece: 66 columns are 5 slabs.
 PIECE_COLUMNS = 14
+# Examples a unit of a large build.
+LARGE_UNIT = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,9 @@ class Job:
             return assembly.gram(self.store, out=self.out, listener=listener, **options)
         if self.large:
             problem = mlp(400, sizes=(64, 512, 512, 10), outputs="sum")
-            return builder.build(problem, self.out, unit_size=10, codec="none", listener=listener, **options)
+            return builder.build(
+                problem, self.out, layout="dense", unit_size=LARGE_UNIT, codec="none", listener=listener, **options
+            )
         return builder.build(mlp(10), self.out, unit_size=2, batch_size=1, codec="none", listener=listener, **options)
 
 
