@@ -11,12 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import numpy as np
-import threadpoolctl
 
 from jacstore import machine
+from jacstore.blas_threads import blas_threads
 from jacstore.factors import FactorSet, block_view
 from jacstore.plan import PRODUCT_BYTES
 
+# Examples of a tile that a single thread multiplies: cutting it up would cost more than it gains.
+LEAST_SPLIT = 128
 PRECISIONS = ("float64", "float32", "fast")
 
 
@@ -126,10 +128,11 @@ class BlasEngine:
             return total
         same = a is b and rows == cols
         block = a.block_examples(PRODUCT_BYTES // self.factor_dtype.itemsize)
+        down, along = _even(m, block), _even(n, block)
         jobs = [
-            (slice(i, min(i + block, m)), slice(j, min(j + block, n)))
-            for i in range(0, m, block)
-            for j in range(0, n, block)
+            (slice(i, min(i + down, m)), slice(j, min(j + along, n)))
+            for i in range(0, m, down)
+            for j in range(0, n, along)
             # The lower half of a tile on the diagonal is the mirror of the upper one.
             if not same or j >= i
         ]
@@ -152,13 +155,21 @@ class BlasEngine:
         return total
 
 
+def _even(count: int, block: int) -> int:
+    """Examples a block: at most so many, and an even number of blocks, so that no thread is left over.
+
+    It does not depend on the machine: bits do not change where a job is continued on another one.
+    """
+    return count if count <= min(block, LEAST_SPLIT) else -(-count // (2 * -(-count // (2 * block))))
+
+
 def _in_parallel(work: Callable[[Any], None], jobs: list[Any], threads: int) -> None:
     """Run jobs on threads with a BLAS thread each; a single job gets all BLAS threads."""
     if len(jobs) < 2 or threads < 2:
         for job in jobs:
             work(job)
         return
-    with threadpoolctl.threadpool_limits(1, "blas"), ThreadPoolExecutor(threads, "jacstore-product") as pool:
+    with blas_threads(1), ThreadPoolExecutor(threads, "jacstore-product") as pool:
         for _ in pool.map(work, jobs):
             pass
 

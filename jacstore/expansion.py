@@ -10,9 +10,9 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
-import threadpoolctl
 
 from jacstore import machine
+from jacstore.blas_threads import blas_threads
 from jacstore.plan import EXPANDED_BYTES
 from jacstore.terms import Conv, Dense, Dot, Factored, Leaf, expand
 
@@ -64,7 +64,7 @@ def _rows(terms: Sequence[Factored], operands: Operands, columns: int, pool: Exe
         part = {name: values[start : start + step] for name, values in operands.items()}
         rows[start : start + step] = expand(tuple(terms), part, columns)
 
-    with threadpoolctl.threadpool_limits(1, "blas"):
+    with blas_threads(1):
         for _ in pool.map(fill, range(0, n, step)):
             pass
     return rows

@@ -16,10 +16,10 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import threadpoolctl
 from crc32c import crc32c
 
 from jacstore import machine
+from jacstore.blas_threads import blas_threads
 from jacstore.blocks import to_bfloat16
 from jacstore.checkpoints import Checkpoints, NoCheckpoints, write_sums
 from jacstore.engine import BlasEngine, Engine, symmetrize
@@ -92,7 +92,8 @@ def run_item(
 
     An item may run twice, after a worker died: it writes the same bytes to the same places.
     """
-    with threadpoolctl.threadpool_limits(work.threads, "blas"):
+    # Tiles from factors in memory are cut into a block a core; setting the number of threads for each takes its time.
+    with blas_threads(1 if work.kernel.plan.resident else work.threads):
         try:
             return _Run(work, work.kernel.plan.items[number], listener, stop).run()
         except JacstoreError:
@@ -428,7 +429,7 @@ def repair_tiles(
     group, array = divmod(number, len(kernel.layouts))
     totals: list[np.ndarray] = []
     facts: dict[str, Any] = {}
-    with threadpoolctl.threadpool_limits(work.threads, "blas"):
+    with blas_threads(work.threads):
         for item in (item for item in plan.items if item.group == group):
             repair = _Repair(work, item, array, tiles, listener=listener, stop=stop)
             found, counts = repair.totals()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from threading import Event
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +13,16 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from threadpoolctl import ThreadpoolController, threadpool_limits
 
 import jacstore
 from jacstore import StoreWriter
+from jacstore.blas_threads import blas_threads
 from jacstore.engine import BlasEngine, symmetrize
 from jacstore.engine_xla import XlaEngine, resident_bytes
 from jacstore.errors import Mismatch, Refused
 from jacstore.plan import block_shape
 
-# A fault that has been reported and not been mended; the mark goes with the fault.
 quick = settings(max_examples=25, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 MODES = ("full", "trace", "diagonal", "blocks")
 MEMORY = "200MB"
@@ -359,3 +362,37 @@ def test_ntk_takes_networks_with_more_columns_than_a_piece():
     params, x = {"w": random_rows(100, 1, 60)[:, 0]}, random_rows(4, 1, 100)[:, 0]
     found = jacstore.ntk(lambda p, x: (x @ p["w"]).sum()[None], params, x, dtype="float64", memory=MEMORY)
     np.testing.assert_allclose(found, 60 * x.astype(np.float64) @ x.T.astype(np.float64), rtol=1e-12)
+
+
+def test_limits_of_blas_threads_hold_whichever_thread_asks_and_leave_nothing_behind():
+    libraries = [x for x in ThreadpoolController().lib_controllers if x.user_api == "blas"]
+
+    def counts():
+        return {library.get_num_threads() for library in libraries}
+
+    with threadpool_limits(2, "blas"):
+        pass
+    before = counts()
+    entered, leave = [Event(), Event()], [Event(), Event()]
+
+    def hold(n):
+        with blas_threads(n + 1):
+            entered[n].set()
+            assert leave[n].wait(20)
+
+    with ThreadPoolExecutor(2) as pool:
+        # One thread lives on and has set a limit; another one comes and goes meanwhile.
+        slow = pool.submit(hold, 1)
+        assert entered[1].wait(20)
+        quick = pool.submit(hold, 0)
+        assert entered[0].wait(20) and counts() == {1}
+        with blas_threads(3):
+            assert counts() == {1}
+        leave[0].set()
+        quick.result()
+        assert counts() <= {1, 2}
+        with blas_threads(1):
+            assert counts() == {1}
+        leave[1].set()
+        slow.result()
+    assert counts() == before

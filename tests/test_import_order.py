@@ -19,6 +19,7 @@ FLOORS = {
         "errors",
         "progress",
         "machine",
+        "blas_threads",
         "files",
         "report",
         "schema",
