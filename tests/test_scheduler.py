@@ -215,9 +215,10 @@ def test_a_scheduler_that_does_not_answer_is_refused(store, tmp_path, monkeypatc
     patient = jacstore.cluster.Client
     monkeypatch.setattr(jacstore.cluster, "Client", lambda address, timeout: patient(address, timeout="0.5s"))
     with socket.socket() as closed:
+        # Bound all the while, so that no cluster of another test takes the port.
         closed.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{closed.getsockname()[1]}"
-    text = refusal(gram, store, out=tmp_path / "run.ntk", scheduler=address)
+        text = refusal(gram, store, out=tmp_path / "run.ntk", scheduler=address)
     assert address in text and "no Dask scheduler answers" in text and "scheduler=" in text
 
 
