@@ -92,8 +92,7 @@ def run_item(
 
     An item may run twice, after a worker died: it writes the same bytes to the same places.
     """
-    # Tiles from factors in memory are cut into a block a core; setting the number of threads for each takes its time.
-    with blas_threads(1 if work.kernel.plan.resident else work.threads):
+    with blas_threads(_blas_threads(work)):
         try:
             return _Run(work, work.kernel.plan.items[number], listener, stop).run()
         except JacstoreError:
@@ -102,6 +101,14 @@ def run_item(
             group = work.kernel.plan.groups[work.kernel.plan.items[number].group]
             error.add_note(f"in item {number}: tiles {group.rows} x {group.cols}")
             raise
+
+
+def _blas_threads(work: Work) -> int | None:
+    """Threads of BLAS while an item is computed, or some of its tiles once more.
+
+    Tiles from factors in memory are cut into a block a core; setting the number of threads for each takes its time.
+    """
+    return 1 if work.kernel.plan.resident else work.threads
 
 
 class _Run:
@@ -429,7 +436,8 @@ def repair_tiles(
     group, array = divmod(number, len(kernel.layouts))
     totals: list[np.ndarray] = []
     facts: dict[str, Any] = {}
-    with blas_threads(work.threads):
+    # The number of threads decides about bits.
+    with blas_threads(_blas_threads(work)):
         for item in (item for item in plan.items if item.group == group):
             repair = _Repair(work, item, array, tiles, listener=listener, stop=stop)
             found, counts = repair.totals()
