@@ -577,3 +577,18 @@ def test_rows_that_are_nearly_parallel_make_no_false_alarm(tmp_path):
     # What is allowed is relative to the entries themselves; a tile that is off is found all the same.
     forge(kernel, 0, 0, 1, kernel.read_tile(0, 0, 1) * (1 + 1e-4))
     assert "entries" in failed(verify(kernel, samples=900))
+
+
+def test_tiles_are_repaired_with_as_many_blas_threads_as_they_were_computed_with(stores, tmp_path, monkeypatch):
+    # The number decides about bits: a tile of 325 rows came back with others, and its mirror was no mirror any more.
+    asked, limit = [], jacstore.item.blas_threads
+    monkeypatch.setattr(jacstore.item, "blas_threads", lambda count: (asked.append(count), limit(count))[1])
+    store = make(tmp_path / "s", mlp(9), layout="factored")
+    kernel = gram(store, None, tmp_path / "k", tile=4, memory=MEMORY)
+    assert kernel.plan.resident and set(asked) == {1}
+    before, tile = contents(tmp_path / "k", "kernel"), kernel.read_tile(0, 0, 1)
+    forge(kernel, 0, 0, 1, tile * (1 + 1e-3))
+    assert verify(kernel).to_recompute == ("tile (0, 1)",)
+    asked.clear()
+    assert gram(store, None, tmp_path / "k", tile=4, memory=MEMORY).report["tiles_computed"] == 1
+    assert set(asked) == {1} and contents(tmp_path / "k", "kernel") == before
