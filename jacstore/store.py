@@ -214,11 +214,14 @@ class JacobianStore:
         with self._lock:
             found = self._records.get(unit)
         if found is None:
-            found = self.ledger.read("unit", unit)
             try:
+                found = self.ledger.read("unit", unit)
                 self._check_record(unit, found)
             except Damaged as error:
-                raise Damaged(f"{self.path}: the record of unit {unit} is damaged: {error}") from error
+                raise Damaged(
+                    f"{self.path}: the record of unit {unit} is damaged: {error}; run the same build again to "
+                    "recompute this unit"
+                ) from error
             with self._lock:
                 self._records[unit] = found
         return found
