@@ -573,13 +573,21 @@ def _error_line(n: dict[str, Any]) -> str:
     )
 
 
+def _state_line(r: dict[str, Any], what: str, damaged: list[int], command: str) -> str:
+    state = f"{'complete' if r['complete'] else 'incomplete'}: {r[f'{what}_done']} of {r[f'{what}_total']} {what}"
+    if not damaged:
+        return state
+    numbers = ", ".join(map(str, damaged[:5])) + (" and others" if len(damaged) > 5 else "")
+    return f"{state}; damaged records: {numbers}; run the same {command} again to recompute what they are about"
+
+
 def _text_info(r: dict[str, Any]) -> str:
     if "store" in r:
         lines = [
             f"{r['store']}: store, {_rows(r)}",
             f"{r['dtype']}, codecs {', '.join(r['codecs'])}, {_size(r['bytes_stored'])} "
             f"(float32 rows: {_size(r['bytes_dense'])})",
-            f"{'complete' if r['complete'] else 'incomplete'}: {r['units_done']} of {r['units_total']} units",
+            _state_line(r, "units", r["units_damaged"], "build"),
             f"zero rows: {r['zero_rows']}, examples with NaN or infinity: {len(r['nonfinite_examples'])}",
             _error_line(r["numerics"]),
             *_leaf_lines(r["leaves"]),
@@ -591,7 +599,7 @@ def _text_info(r: dict[str, Any]) -> str:
         [
             f"{r['kernel']}: kernel, mode {r['mode']}, {' x '.join(f'{n:,}' for n in r['shape'])}, {r['dtype']}",
             f"{r['precision']} products with {r['engine']}, {r['schedule']}, {_size(r['bytes_stored'])}",
-            f"{'complete' if r['complete'] else 'incomplete'}: {r['tiles_done']} of {r['tiles_total']} tiles",
+            _state_line(r, "tiles", r["groups_damaged"], "gram"),
             _error_line(r["numerics"]) + (", exact norms on the diagonal" if r["exact_diagonal"] else ""),
             f"from {', '.join(r['stores'])}",
         ]

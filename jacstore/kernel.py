@@ -18,7 +18,7 @@ from jacstore import hierarchy
 from jacstore.attributes import KernelAttributes, check_kernel
 from jacstore.errors import Damaged, Incomplete, Refused
 from jacstore.files import Files, Folder
-from jacstore.ledger import FORMAT_VERSION, Ledger
+from jacstore.ledger import FORMAT_VERSION, Ledger, readable
 from jacstore.pieces import ArrayLayout, FileEncoder, FileRecord, check_file, decode, raw
 from jacstore.plan import GramPlan, block_shape
 from jacstore.schema import Open, short_hash, typed
@@ -228,10 +228,9 @@ class Kernel:
             )
 
     def info(self) -> dict[str, Any]:
-        """Sizes, choices and state, as `jacstore info --json` prints them."""
+        """Sizes, choices and state, as `jacstore info --json` prints them; tiles of a damaged record are not done."""
         plan = self.plan
-        done = self.ledger.done("tiles")
-        records = [self.record(number) for number in done]
+        records, damaged = readable(self.record, self.ledger.done("tiles"))
         return {
             "kernel": self.path,
             "stores": self.stores,
@@ -244,6 +243,7 @@ class Kernel:
             "leaves": self.leaves,
             "tiles_total": plan.tiles_total * len(self.layouts),
             "tiles_done": sum(record.tiles for record in records),
+            "groups_damaged": damaged,
             "items_total": len(plan.items),
             "bytes_stored": sum(facts[0] for record in records for facts in record.files.values()),
             "engine": self.resolved["engine"],
@@ -251,7 +251,7 @@ class Kernel:
             "exact_diagonal": self.exact_diagonal,
             "numerics": {**self.numerics, "measured_error": self._measured_error(records)},
             "schedule": plan.schedule,
-            "complete": self.complete,
+            "complete": len(records) == self.n_records,
             "format_version": FORMAT_VERSION,
             "fingerprint": self.requested,
             "dtype": self.dtype.name,

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jacstore import machine
 from jacstore.errors import Damaged, Interrupted, Locked, Mismatch, Refused
@@ -29,6 +29,8 @@ FOLDER = "ledger"
 HEARTBEAT_SECONDS = 5.0
 # A lock of another host is dead after this long without a heartbeat, watched here: clocks of two hosts may differ.
 STALE_SECONDS = 60.0
+
+Record = TypeVar("Record")
 
 
 class Ledger:
@@ -83,6 +85,17 @@ class Ledger:
     def forget(self, kind: str, number: int) -> None:
         """Make a piece of work unfinished again."""
         self.files.remove(record_name(kind, number))
+
+
+def readable(read: Callable[[int], Record], numbers: Iterable[int]) -> tuple[list[Record], list[int]]:
+    """The records that can be read, and the numbers of those that are damaged: a report goes on without them."""
+    found, damaged = [], []
+    for number in numbers:
+        try:
+            found.append(read(number))
+        except Damaged:
+            damaged.append(number)
+    return found, damaged
 
 
 def sweep(files: Files, kinds: Iterable[str], numbers: Iterable[int]) -> None:

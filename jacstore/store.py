@@ -10,7 +10,7 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ from jacstore.blocks import from_bfloat16
 from jacstore.bounds import compute_dtype, stored_error
 from jacstore.errors import Damaged, Incomplete, Refused
 from jacstore.files import Files, Folder
-from jacstore.ledger import FORMAT_VERSION, Ledger, record_name
+from jacstore.ledger import FORMAT_VERSION, Ledger, readable, record_name
 from jacstore.pieces import ArrayLayout, FileRecord, check_file, decode, raw
 from jacstore.plan import FILE_BYTES, IO_THREADS, Side
 from jacstore.schema import Open, short_hash, typed
@@ -150,10 +150,7 @@ class JacobianStore:
 
         `gain` is None where none was looked at.
         """
-        found = [self.record(unit).get("rounding") for unit in self.ledger.done("unit")]
-        seen = [facts for facts in found if facts is not None]
-        largest: dict[str, Any] = {"gain": None, "amplification": 1.0, "measured": None}
-        return {key: max((facts[key] for facts in seen), default=unknown) for key, unknown in largest.items()}
+        return _largest_rounding(self.record(unit) for unit in self.ledger.done("unit"))
 
     @property
     def n_columns(self) -> int:
@@ -261,9 +258,8 @@ class JacobianStore:
             )
 
     def info(self) -> dict[str, Any]:
-        """Sizes, choices and state, as `jacstore info --json` prints them."""
-        done = self.ledger.done("unit")
-        records = [self.record(unit) for unit in done]
+        """Sizes, choices and state, as `jacstore info --json` prints them; a unit with a damaged record is not done."""
+        records, damaged = readable(self.record, self.ledger.done("unit"))
         return {
             "store": self.path,
             "examples": self.n_examples,
@@ -272,24 +268,26 @@ class JacobianStore:
             "leaves": leaf_table(self.leaves, self.operands, self.n_outputs),
             "left_out": self.left_out,
             "units_total": self.n_units,
-            "units_done": len(done),
+            "units_done": len(records),
+            "units_damaged": damaged,
             "bytes_stored": sum(record["bytes"] for record in records),
             "bytes_dense": self.n_examples * self.n_outputs * self.n_parameters * 4,
             "zero_rows": sum(record["zero_rows"] for record in records),
-            "nonfinite_examples": self.nonfinite_examples,
-            "complete": len(done) == self.n_units,
+            "nonfinite_examples": [n for record in records for n in record["nonfinite_examples"]],
+            "complete": len(records) == self.n_units,
             "format_version": FORMAT_VERSION,
             "fingerprint": self.requested,
             "dtype": self.dtype,
             "codecs": sorted({layout.codec for layout in self.layouts.values()}),
             "versions": self.versions,
-            "numerics": self._errors(),
+            "numerics": self._errors(records),
         }
 
-    def _errors(self) -> dict[str, Any]:
+    def _errors(self, records: list[dict[str, Any]]) -> dict[str, Any]:
         """The numerical record with what rounding for storage does to kernel entries, relative to sqrt(G_ii G_jj)."""
-        expected, worst = stored_error(self.dtype, self.lowest, self.rounding)
-        seen = self.rounding["measured"]
+        rounding = _largest_rounding(records)
+        expected, worst = stored_error(self.dtype, self.lowest, rounding)
+        seen = rounding["measured"]
         return {**self.numerics, "expected_error": expected, "worst_case": worst, "measured_error": seen}
 
     def read_rows(self, start: int, stop: int, first: int, last: int, out: np.ndarray) -> None:
@@ -469,7 +467,7 @@ class JacobianStore:
         try:
             files = self.record(unit)["files"]
         except Damaged as error:
-            yield str(self._damaged(unit, "", whole, str(error)))
+            yield str(error)
             return
         expected = self.files_of(unit)
         for name in sorted(set(files) - set(expected)):
@@ -574,6 +572,13 @@ def leaf_table(leaves: Sequence[Leaf], operands: Sequence[Operand], n_outputs: i
             }
         )
     return table
+
+
+def _largest_rounding(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The largest of what units saw of rounding, as `JacobianStore.rounding`."""
+    seen = [record["rounding"] for record in records if record.get("rounding") is not None]
+    largest: dict[str, Any] = {"gain": None, "amplification": 1.0, "measured": None}
+    return {key: max((facts[key] for facts in seen), default=unknown) for key, unknown in largest.items()}
 
 
 def open_store(path: str) -> JacobianStore:

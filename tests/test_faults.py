@@ -100,6 +100,27 @@ def found_damaged(path):
     return False
 
 
+@pytest.mark.parametrize("damage", [flip, tear, fill_with_zeros], ids=lambda damage: damage.__name__)
+def test_a_damaged_record_hinders_no_report_and_no_other_part(damage, pristine, place):
+    kind, _, truth = pristine
+    for name, damaged, run in (
+        ("run.jac", "units_damaged", lambda part: make(kind, place / "run.jac", part=part)),
+        ("run.ntk", "groups_damaged", lambda part: gram(place / "run.jac", place / "run.ntk", part=part, **TILE)),
+    ):
+        path = place / name
+        whole = jacstore.open(path).info()
+        damage(next((path / "ledger").glob("[ut]*-0000000.json")), random.Random(0))
+        found = jacstore.open(path).info()
+        assert whole["complete"] and whole[damaged] == []
+        assert not found["complete"] and found[damaged] == [0] and found["bytes_stored"] < whole["bytes_stored"]
+        with pytest.raises(Damaged, match="record of (unit|group) 0"):
+            bits(jacstore.open(path))
+        if name == "run.jac":
+            report = run("2/2").report
+            assert not report["complete"] and report["units_computed"] == 0
+        assert run(None).info()["complete"] and is_right(path, truth[name])
+
+
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_every_damaged_file_of_a_store_is_named_and_its_unit_alone_computed_again(damage, pristine, place):
     kind, _, truth = pristine
