@@ -113,7 +113,7 @@ def test_a_damaged_record_hinders_no_report_and_no_other_part(damage, pristine, 
         found = jacstore.open(path).info()
         assert whole["complete"] and whole[damaged] == []
         assert not found["complete"] and found[damaged] == [0] and found["bytes_stored"] < whole["bytes_stored"]
-        with pytest.raises(Damaged, match="record of (unit|group) 0"):
+        with pytest.raises(Damaged, match=r"record of (unit|group) 0"):
             bits(jacstore.open(path))
         if name == "run.jac":
             report = run("2/2").report
