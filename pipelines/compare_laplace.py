@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         for n in options.examples:
             given = Path(folder) / "given.npz"
-            save(given, params, data, n, options.alpha)
+            save(given, params, data.train[:n], data.train_labels[:n], options.alpha, others=flat(data.test))
             found = {way: measured(way, given, Path(folder) / f"{way}.npy", options) for way in ways}
             rows += [{"examples": n, "way": way, **facts} for way, facts in compared(found).items()]
             print(f"  N = {n:,} done", flush=True)
@@ -92,12 +92,16 @@ def apply(params: common.Params, image: jax.Array) -> jax.Array:
     return common.dense(params[f"dense{len(params) - 1}"], x)
 
 
-def save(path: Path, params: common.Params, data: common.Data, n: int, alpha: float) -> None:
-    """What every way is given."""
-    flat = {f"{layer}/{name}": leaf for layer, leaves in params.items() for name, leaf in leaves.items()}
-    targets = common.one_hot(data.train_labels[:n], data.classes).astype(np.float32)
-    inputs, others = (x.reshape(len(x), -1) for x in (data.train[:n], data.test))
-    np.savez(path, inputs=inputs, targets=targets, others=others, alpha=alpha, **flat)
+def save(path: Path, params: common.Params, images: np.ndarray, labels: np.ndarray, alpha: float, **more: Any) -> None:
+    """What every way is given: parameters by layer and leaf, inputs, targets, prior precision, and `more`."""
+    leaves = {f"{layer}/{name}": leaf for layer, leaves in params.items() for name, leaf in leaves.items()}
+    targets = common.one_hot(labels, 10).astype(np.float32)
+    np.savez(path, inputs=flat(images), targets=targets, alpha=alpha, **leaves, **more)
+
+
+def flat(images: np.ndarray) -> np.ndarray:
+    """Images `(N, ...)` as vectors."""
+    return images.reshape(len(images), -1)
 
 
 def with_jacstore(way: str, given: str, variances: str, memory: str) -> dict[str, Any]:

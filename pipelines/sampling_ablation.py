@@ -6,7 +6,9 @@ primal and dual form, and by ways without it. Squared Mahalanobis distances are 
 and Smirnov; a sharper test looks only at the space that the data determine. Subset and key stand here, before any
 result.
 
-    python pipelines/sampling_ablation.py --data mnist.npz
+    python pipelines/sampling_ablation.py --data mnist.npz --laplace /path/to/python
+
+That interpreter needs `pip install laplace-torch torch numpy`: its samples of the same posterior (`full`) stand beside.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import argparse
 import csv
 import itertools
 import json
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -30,6 +34,7 @@ from matplotlib.figure import Figure
 
 import common
 import jacstore
+from compare_laplace import save
 from jacstore.inverse_roots import Request, by_primal_quadrature
 from jacstore.machine import format_size
 from jacstore.noise import KeyedNoise
@@ -76,8 +81,10 @@ def main(argv: list[str] | None = None) -> list[Row]:
     params, _ = common.trained(out, settings, initial(settings.seed, options.widths), apply, data)
     score = common.accuracy(common.predict(apply, params, data.test), data.test_labels)
     problem = jacstore.Problem(apply=apply, params=params, inputs=data.train[: options.examples])
+    started = time.perf_counter()
     store = jacstore.build(problem, out / "sampling.jac", memory=options.memory)
     kernel = jacstore.gram(store, out / "sampling.ntk", memory=options.memory)
+    seconds = time.perf_counter() - started
     rows_count = store.n_examples * store.n_outputs
     print(f"network  {store.n_parameters:,} parameters, {score:.1%} of {len(data.test):,} test examples right")
     study = Study(store, kernel, options)
@@ -85,9 +92,12 @@ def main(argv: list[str] | None = None) -> list[Row]:
         f"subset   {store.n_examples} examples, {rows_count:,} rows, rank {study.rank}, condition of A "
         f"{study.largest / ALPHA:.2g}; alpha {ALPHA}, {options.samples} samples, key {KEY}"
     )
+    print(f"store and kernel, on disk: {seconds:.1f} s; what follows starts from them, but for model evaluations")
     study.exact_ways()
     study.quadratures()
     study.krylov(params, data.train[: options.examples])
+    if options.laplace:
+        study.laplace(params, data)
     if options.normal_examples:
         study.normal(apply, params, data.train[: options.normal_examples])
     report(study, out)
@@ -109,6 +119,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--normal-examples", type=int, default=0, metavar="N", help="also JᵀJ with Cholesky at so many, up to 60000"
     )
+    parser.add_argument("--laplace", metavar="PYTHON", help="interpreter with laplace-torch, to stand beside")
     parser.add_argument("--epochs", type=int, default=12, help="of training (%(default)s)")
     parser.add_argument("--memory", default="8GB", metavar="SIZE", help="(%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("sampling-run"), metavar="DIR", help="(%(default)s)")
@@ -130,9 +141,14 @@ def initial(seed: int, widths: tuple[int, ...]) -> common.Params:
     return {f"dense{i}": common.dense_init(rng, a, b) for i, (a, b) in enumerate(itertools.pairwise(widths))}
 
 
+def shrunk(image: jax.Array) -> jax.Array:
+    """The 196 pixels of an image averaged to 14 x 14."""
+    return common.pool(image[..., None]).reshape(-1)
+
+
 def apply(params: common.Params, image: jax.Array) -> jax.Array:
     """Map one image `(28, 28)`, averaged to 14 x 14, to ten outputs."""
-    x = common.pool(image[..., None]).reshape(-1)
+    x = shrunk(image)
     for index in range(2):
         x = jax.nn.relu(common.dense(params[f"dense{index}"], x))
     return common.dense(params["dense2"], x)
@@ -152,11 +168,18 @@ class Study:
         self.largest = ALPHA + float(self.factor.eigenvalues[-1])
         self.rank = int((self.factor.eigenvalues > self.factor.error).sum())
 
-    def add(self, way: str, q: int | None, draw: Callable[[], np.ndarray], tested: bool = True) -> np.ndarray:
-        """Time a set of samples and test it."""
+    def add(
+        self,
+        way: str,
+        q: int | None,
+        draw: Callable[[], np.ndarray],
+        tested: bool = True,
+        seconds: float | None = None,
+    ) -> np.ndarray:
+        """Time a set of samples, unless its seconds are given, and test it."""
         before, started = self.store.decoded_bytes_read, time.perf_counter()
         samples = draw()
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - started if seconds is None else seconds
         read = (self.store.decoded_bytes_read - before) / self.store.bytes_decoded
         p = {"full": np.nan, "data": np.nan, "null": np.nan}
         if tested:
@@ -221,6 +244,26 @@ class Study:
         options = {"alpha": ALPHA, "n": self.options.samples, "key": KEY, "memory": self.options.memory}
         name = f"JᵀJ and Cholesky, {len(images):,} examples"
         self.add(name, None, lambda: jacstore.sample(store, method="ggn", **options), tested=False)
+
+    def laplace(self, params: common.Params, data: common.Data) -> None:
+        """laplace-torch's posterior of all parameters, `full`, on the same network and examples, from the start."""
+        n = self.options.examples
+        with tempfile.TemporaryDirectory() as folder:
+            given, out = Path(folder) / "given.npz", Path(folder) / "samples.npy"
+            images = np.stack([np.asarray(shrunk(image)) for image in data.train[:n]])
+            save(given, params, images, data.train_labels[:n], ALPHA, samples=self.options.samples, key=KEY)
+            command = [self.options.laplace, str(Path(__file__).parent / "peers" / "with_laplace.py")]
+            done = subprocess.run([*command, str(given), str(out)], capture_output=True, text=True, check=False)
+            if done.returncode:
+                print(f"  laplace-torch failed: {(done.stderr.strip().splitlines() or ['no word'])[-1][:200]}")
+                return
+            figures = json.loads(done.stdout.splitlines()[-1])
+            samples = np.load(out).astype(np.float64)
+        self.add("laplace-torch, full", None, lambda: samples, seconds=figures["seconds"])
+        print(
+            f"  laplace-torch: {figures['seconds_fit']:.1f} s of these to fit; "
+            f"{format_size(int(figures['peak_bytes']))} of memory at most"
+        )
 
     def noise(self) -> np.ndarray:
         """The noise of the key, `(P, n)`."""
