@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jacstore.store import JacobianStore
     from jacstore.target import load_target
     from jacstore.verification import verify
-    from jacstore.weighting import weighted
+    from jacstore.weighting import weighted, with_precisions
     from jacstore.writer import StoreWriter
 
 __all__ = [
@@ -61,6 +61,7 @@ __all__ = [
     "top_examples",
     "verify",
     "weighted",
+    "with_precisions",
 ]
 __version__ = "0.1.0"
 
@@ -91,6 +92,7 @@ _HOMES = {
     "spectrum": "factoring",
     "top_examples": "attribution",
     "weighted": "weighting",
+    "with_precisions": "weighting",
     "operator": "operators",
     "verify": "verification",
     "sample": "posterior",

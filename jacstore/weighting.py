@@ -1,11 +1,15 @@
-"""In: a raw kernel and the outputs that it was taken at. Out: the kernel weighted by a likelihood, lazy on Dask.
+"""In: a raw kernel. Out: the kernel weighted by a likelihood, or by prior precisions of its leaves, lazy on Dask.
 
 The generalised Gauss-Newton matrix of a likelihood is `Jᵀ Λ J` with `Λ_n = L_n L_nᵀ` `(K, K)` for each example, so the
-kernel that takes the place of `J Jᵀ` is `blockdiag(L)ᵀ J Jᵀ blockdiag(L)`: small transforms of what is stored.
+kernel that takes the place of `J Jᵀ` is `blockdiag(L)ᵀ J Jᵀ blockdiag(L)`: small transforms of what is stored. With a
+prior precision `pi_g` for each group of leaves it is `J diag(1 / pi) Jᵀ`, a sum of kernels that are kept apart by leaf.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import reduce
+from operator import add
 from typing import Any
 
 import dask.array as da
@@ -14,6 +18,7 @@ from scipy.special import softmax
 
 from jacstore.dense import Gram
 from jacstore.errors import Refused
+from jacstore.kernel import Kernel, open_kernel
 
 LIKELIHOODS = ("gaussian", "softmax")
 SIDES = ("both", "columns", "rows")
@@ -76,6 +81,46 @@ def weighted(kernel: Any, outputs: Any, likelihood: str = "softmax", sides: str 
         part = da.from_array(stacked, chunks=(array.chunks[axis], k)) if axis in axes else None
         pairs += [part, index if part is not None else None]
     return da.blockwise(_weigh, "ij", array, "ij", *pairs, concatenate=True, dtype=np.float64, meta=np.empty((0, 0)))
+
+
+def with_precisions(kernel: Any, precisions: Mapping[str, float]) -> da.Array:
+    """`sum_g G_g / pi_g`, a kernel under a prior precision for each group of leaves, as a lazy Dask array of its shape.
+
+    It stands for the posterior precision `A = diag(pi) + Jᵀ J` with alpha = 1: in `KernelFactor(found, 1.0, outputs=K)`
+    `predictive_covariance` takes the kernels with others changed in the same way, and
+    `log det A = sum_g P_g log pi_g + factor.logdet()`.
+
+    Parameters
+    ----------
+    kernel
+        A `Kernel` that was assembled with `by_leaf=True`, or its path; any mode, symmetric or not.
+    precisions
+        Positive numbers by the path of a leaf, or by what a group of leaves begins with: "layer0" is all of "layer0/w"
+        and "layer0/b". Where several hold the longest does. Every leaf needs one.
+
+    Raises
+    ------
+    Refused
+        Naming leaves without a precision, groups without a leaf, or a precision that is not positive.
+    """
+    kernel = kernel if isinstance(kernel, Kernel) else open_kernel(str(kernel))
+    if not kernel.leaves:
+        raise Refused(f"{kernel.path} is one sum over all leaves; assemble with --by-leaf (by_leaf=True)")
+    for group, value in precisions.items():
+        if not 0 < value < np.inf:
+            raise Refused(f"precisions[{group!r}] = {value}: must be a finite number above 0")
+        if not any(_within(path, group) for path in kernel.leaves):
+            raise Refused(f"precisions[{group!r}]: no leaf begins so; there are {', '.join(kernel.leaves)}")
+    groups = {path: [group for group in precisions if _within(path, group)] for path in kernel.leaves}
+    missing = [path for path, found in groups.items() if not found]
+    if missing:
+        raise Refused(f"precisions= names no precision of {', '.join(missing)}; every leaf needs one")
+    arrays = kernel.leaf_arrays
+    return reduce(add, (arrays[path].astype(np.float64) / precisions[max(groups[path], key=len)] for path in groups))
+
+
+def _within(path: str, group: str) -> bool:
+    return path == group or path.startswith(group + "/")
 
 
 def whole_examples(chunks: tuple[int, ...], k: int) -> tuple[int, ...]:

@@ -698,6 +698,7 @@ def test_the_lines_of_the_readme_run(digits, tmp_path):
         "kernel": jacstore.open(folder / "full.ntk"),
         "cross": jacstore.open(folder / "full-cross.ntk"),
         "blocks": jacstore.gram(other_store, out=tmp_path / "blocks.ntk", mode="blocks"),
+        "by_leaf": jacstore.gram(store, out=tmp_path / "leaves.ntk", by_leaf=True),
         "y": np.eye(10)[labels][:, :2],
         "f0": f0,
         "f0_cross": f0_cross,
@@ -732,6 +733,60 @@ def test_a_softmax_weighted_kernel_is_that_of_the_generalised_gauss_newton_matri
     transposed = jacstore.weighted(case.cross.T, outputs, sides="rows")
     assert error(transposed, np.asarray(cross).T) < 1e-12
     assert error(jacstore.weighted(da.from_array(case.gram, chunks=7), outputs), lazy) < 1e-12
+
+
+PRECISIONS = {"a": 0.3, "b": 5.0, "b/w": 0.02}
+
+
+def by_leaf(folder, mode="full", other=False):
+    """Rows `(12, K, 66)` and `(5, K, 66)`, and a kernel of leaves a, b/v and b/w apart."""
+    rows = np.random.default_rng(3).normal(size=(17, K, 66))
+    stores = []
+    for name, part in (("run", rows[:12]), ("other", rows[12:])):
+        sizes = {"a": (6,), "b/v": (20,), "b/w": (40,)}
+        with StoreWriter(folder / f"{name}.jac", sizes, len(part), K, dtype="float64", codec="none") as writer:
+            for start, stop in writer.missing:
+                parts = np.split(part[start:stop], [6, 26], axis=-1)
+                writer.write_unit(start, dict(zip(sizes, parts, strict=True)))
+        stores.append(writer.store)
+    out = folder / f"{mode}-{other}.ntk"
+    if other:
+        kernel = jacstore.gram(stores[1], None if mode == "blocks" else stores[0], out, mode=mode, tile=5, by_leaf=True)
+    else:
+        kernel = jacstore.gram(stores[0], out=out, mode=mode, tile=5, by_leaf=True)
+    return rows[:12].reshape(-1, 66), rows[12:].reshape(-1, 66), kernel
+
+
+def test_prior_precisions_by_group_of_leaves_give_the_posterior_of_dense_algebra(tmp_path):
+    j, others, kernel = by_leaf(tmp_path)
+    pi = np.repeat([0.3, 5.0, 0.02], [6, 20, 40])
+    precision = np.diag(pi) + j.T @ j
+    lazy = jacstore.with_precisions(kernel, PRECISIONS)
+    assert isinstance(lazy, da.Array) and error(lazy, (j / pi) @ j.T) < 1e-13
+    factor = KernelFactor(lazy, 1.0, outputs=K)
+    assert error(np.log(pi).sum() + factor.logdet(), np.linalg.slogdet(precision)[1]) < 1e-10
+    (tmp_path / "cross").mkdir()
+    *_, cross = by_leaf(tmp_path / "cross", other=True)
+    (tmp_path / "blocks").mkdir()
+    *_, blocks = by_leaf(tmp_path / "blocks", "blocks", other=True)
+    found = factor.predictive_covariance(*(jacstore.with_precisions(given, PRECISIONS) for given in (cross, blocks)))
+    truth = (others @ np.linalg.solve(precision, others.T)).reshape(5, K, 5, K)
+    assert error(found, truth[np.arange(5), :, np.arange(5)]) < 1e-8
+    y = np.random.default_rng(4).normal(size=(24,))
+    weights = np.linalg.solve(precision, j.T @ y)
+    assert error(factor.predict(jacstore.with_precisions(cross, PRECISIONS), y), others @ weights) < 1e-8
+    middle = jacstore.weighted(lazy, np.zeros((12, K)))
+    assert middle.shape == (24, 24)
+
+
+def test_prior_precisions_that_fit_no_leaves_are_refused(tmp_path, kernels):
+    *_, kernel = by_leaf(tmp_path)
+    same = jacstore.with_precisions(str(tmp_path / "full-False.ntk"), {"a": 1, "b": 1})
+    assert error(same, kernel.array) < 1e-14
+    assert "b/v, b/w" in refused(jacstore.with_precisions, kernel, {"a": 1.0})
+    assert "no leaf begins so" in refused(jacstore.with_precisions, kernel, {"a": 1.0, "b": 1.0, "b/x": 1.0})
+    assert "above 0" in refused(jacstore.with_precisions, kernel, {"a": 0.0, "b": 1.0})
+    assert "--by-leaf" in refused(jacstore.with_precisions, kernels / "full.ntk", {"w": 1.0})
 
 
 def test_a_gaussian_weight_changes_nothing_and_wrong_requests_are_refused(kernels):
