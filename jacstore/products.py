@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -72,35 +72,29 @@ def _parts(rows: JacobianStore, cols: JacobianStore, leaves: Sequence[int], memo
         yield from _slabs(rows, cols, first, last, memory)
 
 
-class _Part:
-    """Columns of J: rows of both sides, a few examples at a time."""
+class _Part(Protocol):
+    """Columns of J: rows of both sides, a few examples at a time; what they hold times `scale` are the numbers."""
 
     size: int
-    scale = 1.0
+    scale: float
 
     def blocks(self, side: int) -> Iterator[tuple[int, int, Any]]:
         """First and last example, and their rows in whatever form."""
-        raise NotImplementedError
 
     def pull(self, block: Any, weights: np.ndarray) -> np.ndarray:
         """`sum_nk weights[n, k] row[n, k]`, `(size,)`."""
-        raise NotImplementedError
 
     def push(self, block: Any, sums: np.ndarray) -> np.ndarray:
         """Rows times `(r, size)`: `(n, K, r)`."""
-        raise NotImplementedError
 
     def pick(self, block: Any, first: int, last: int, outputs: slice) -> Any:
         """Some examples and outputs of a block."""
-        raise NotImplementedError
 
     def rows(self, block: Any) -> np.ndarray:
         """Rows `(n, K, size)`."""
-        raise NotImplementedError
 
     def outputs(self, block: Any) -> int:
         """Outputs of a block."""
-        raise NotImplementedError
 
 
 def _add(found: Found, part: _Part, wanted: Wanted, memory: int) -> None:
@@ -170,8 +164,10 @@ class _Examples:
         return values
 
 
-class _Slab(_Part):
+class _Slab:
     """Some columns of stored rows, of all examples in memory."""
+
+    scale = 1.0
 
     def __init__(self, sides: tuple[np.ndarray, np.ndarray]) -> None:
         self.sides, self.size = sides, sides[0].shape[2]
@@ -214,7 +210,7 @@ def _slabs(rows: JacobianStore, cols: JacobianStore, first: int, last: int, memo
         yield _Slab((read[0], read[-1]))
 
 
-class _Factors(_Part):
+class _Factors:
     """A factored leaf; single products are never expanded, sums of several are, a few examples at a time."""
 
     def __init__(self, rows: JacobianStore, cols: JacobianStore, leaf: Leaf, memory: int) -> None:
