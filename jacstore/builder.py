@@ -147,32 +147,17 @@ def build(
         stop=stop or (lambda: False),
     )
     with writer:
-        reused = len(writer.units) - len(writer.missing)
-        listener(Started(what="units", total=len(writer.units), done=reused))
+        listener(Started(what="units", total=len(writer.units), done=writer.reused))
         refuse_other_inputs(writer, job.prepared.read)
         times = job.run(writer, listener, stop or (lambda: False))
-        computed = len(writer.units) - len(writer.missing) - reused
     store = writer.store
-    facts = store.info()
-    store.report = {
-        "store": store.path,
-        "examples": store.n_examples,
-        "outputs": store.n_outputs,
-        "parameters": store.n_parameters,
-        "leaves": len(store.leaves),
-        "units_total": store.n_units,
-        "units_computed": computed,
-        "units_reused": reused,
-        "bytes_stored": facts["bytes_stored"],
-        "bytes_dense": facts["bytes_dense"],
-        "seconds_total": time.perf_counter() - started,
-        "seconds_compile": job.seconds_compile,
+    store.report = writer.report(
+        started,
+        seconds_compile=job.seconds_compile,
         **times,
-        "peak_rss": machine.peak_rss(),
-        "complete": facts["complete"],
-        "codec": store.resolved["codec"],
-        "batch_size": job.device_pass.batch_size if job.device_pass else None,
-    }
+        codec=store.resolved["codec"],
+        batch_size=job.device_pass.batch_size if job.device_pass else None,
+    )
     return store
 
 

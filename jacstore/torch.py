@@ -111,31 +111,11 @@ def build(
         )
         _refuse_small_memory(writer, passes, budget)
         with writer:
-            reused = len(writer.units) - len(writer.missing)
-            listener(Started(what="units", total=len(writer.units), done=reused))
+            listener(Started(what="units", total=len(writer.units), done=writer.reused))
             _refuse_other_results(writer, passes, source)
             times = _run(writer, passes, source, listener, stop)
-            computed = len(writer.units) - len(writer.missing) - reused
     store = writer.store
-    facts = store.info()
-    store.report = {
-        "store": store.path,
-        "examples": store.n_examples,
-        "outputs": store.n_outputs,
-        "parameters": store.n_parameters,
-        "leaves": len(store.leaves),
-        "units_total": store.n_units,
-        "units_computed": computed,
-        "units_reused": reused,
-        "bytes_stored": facts["bytes_stored"],
-        "bytes_dense": facts["bytes_dense"],
-        "seconds_total": time.perf_counter() - started,
-        **times,
-        "peak_rss": machine.peak_rss(),
-        "complete": facts["complete"],
-        "batch_size": passes.batch_size,
-        "vmap": passes.mapped,
-    }
+    store.report = writer.report(started, **times, batch_size=passes.batch_size, vmap=passes.mapped)
     return store
 
 
