@@ -412,6 +412,25 @@ def test_parts_fill_one_store(tmp_path):
     assert store.complete and row_error(rows_of(store), truth(module, inputs)) <= 1e-5
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_verify_proves_what_torch_computed_and_finds_a_changed_byte(tmp_path, dtype):
+    network, inputs = cnn()
+    out = tmp_path / "run.jac"
+    store = jacstore.torch.build(network, inputs, out=out, dtype=dtype, unit_size=2)
+    kernel = jacstore.gram(store, out=tmp_path / "run.ntk")
+    for path in (out, kernel.path):
+        report = jacstore.verify(path, full=True)
+        assert report.ok and {"checksums"} <= {check.name for check in report.checks if check.state == "ok"}
+    pieces = [file for file in (out / "factors").rglob("*") if file.is_file() and file.suffix != ".json"]
+    file = max(pieces, key=lambda piece: piece.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 3] ^= 1
+    file.write_bytes(data)
+    assert not jacstore.verify(out).ok
+    again = jacstore.torch.build(network, inputs, out=out, dtype=dtype, unit_size=2)
+    assert again.report["units_computed"] == 1 and jacstore.verify(out).ok
+
+
 def changed_weights(module, inputs):
     with torch.no_grad():
         module[0].weight[0, 0] += 1
