@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from jacstore.errors import Damaged
 from jacstore.pieces import CODECS, ArrayLayout
 from jacstore.plan import MAX_FILES, MAX_ITEMS, MODES, GramPlan, Group, Side
 from jacstore.schema import Open
-from jacstore.terms import Dense, Leaf, Operand
+from jacstore.terms import Conv, Dense, Leaf, Operand
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 ROLES = {"ids": 1, "inputs": 3, "cotangents": 3}
@@ -135,7 +135,8 @@ def _check_numerics(numerics: Numerics) -> None:
 
 def _check_leaves(found: StoreAttributes) -> None:
     offset = start = 0
-    names = {operand.name for operand in found.operands}
+    shapes = {operand.name: operand.shape for operand in found.operands}
+    names = set(shapes)
     for leaf in found.leaves:
         _need(leaf.offset == offset and bool(leaf.terms), f"leaf {leaf.path!r} begins where the one before it ends")
         for term in leaf.terms:
@@ -144,9 +145,27 @@ def _check_leaves(found: StoreAttributes) -> None:
                 _need(fits, f"leaf {leaf.path!r} has columns of its own among the rows")
                 start += term.size
         _need(set(leaf.operands) <= names, f"the operands of leaf {leaf.path!r} are described")
+        for term in leaf.terms:
+            if isinstance(term, Conv):
+                _check_geometry(term, shapes, f"leaf {leaf.path!r}")
         offset += leaf.size
     _need(offset == found.P, f"leaves have P = {found.P} columns")
     _need(len({leaf.path for leaf in found.leaves}) == len(found.leaves), "every leaf has a path of its own")
+
+
+def _check_geometry(term: Conv, shapes: Mapping[str, tuple[int, ...]], named: str) -> None:
+    """A convolution has its numbers along every axis of the image, and positions and channels of its operands."""
+    images, cotangents = shapes[term.inputs], shapes[term.cotangents]
+    along = (term.window, term.positions, term.strides, term.dilation, term.padding, term.spread)
+    _need(all(len(numbers) == len(images) - 2 for numbers in along), f"{named} has its geometry along every axis")
+    positive = (*term.window, *term.positions, *term.strides, *term.dilation, *term.spread, term.groups)
+    _need(min(positive) >= 1, f"{named} has a geometry of positive numbers")
+    fits = (
+        len(cotangents) == 3
+        and cotangents[:2] == (1, images[0] * math.prod(term.positions))
+        and images[-1] % term.groups == cotangents[-1] % term.groups == 0
+    )
+    _need(fits, f"{named} has the positions and channels of its operands")
 
 
 def _check_operands(operands: Sequence[Operand]) -> None:

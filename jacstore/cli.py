@@ -296,14 +296,17 @@ def gram(
 @click.argument("path")
 @_common
 def info(path: str, as_json: bool, debug: bool, quiet: bool) -> None:
-    """Say what a store or kernel holds and whether it is complete."""
+    """Say what a store or kernel holds and whether it is complete.
+
+    Exit code 3 if a record is damaged; what it is about counts as missing.
+    """
 
     def work(lines: _Lines, stop: _Stop) -> dict[str, Any]:
         import jacstore
 
         return jacstore.open(path).info()
 
-    _run(work, _text_info, {"as_json": as_json, "debug": debug, "quiet": quiet})
+    _run(work, _text_info, {"as_json": as_json, "debug": debug, "quiet": quiet}, judge=_damaged_records)
 
 
 @main.command()
@@ -573,12 +576,16 @@ def _error_line(n: dict[str, Any]) -> str:
     )
 
 
-def _state_line(r: dict[str, Any], what: str, damaged: list[int], command: str) -> str:
-    state = f"{'complete' if r['complete'] else 'incomplete'}: {r[f'{what}_done']} of {r[f'{what}_total']} {what}"
+def _damaged_records(r: dict[str, Any]) -> str:
+    of_store = "store" in r
+    damaged = r["units_damaged" if of_store else "groups_damaged"]
     if not damaged:
-        return state
+        return ""
+    what, path, command = ("unit", r["store"], "build") if of_store else ("group of tiles", r["kernel"], "gram")
     numbers = ", ".join(map(str, damaged[:5])) + (" and others" if len(damaged) > 5 else "")
-    return f"{state}; damaged records: {numbers}; run the same {command} again to recompute what they are about"
+    return (
+        f"{path}: damaged is the record of {what} {numbers}; run the same {command} again to recompute what it is about"
+    )
 
 
 def _text_info(r: dict[str, Any]) -> str:
@@ -587,7 +594,7 @@ def _text_info(r: dict[str, Any]) -> str:
             f"{r['store']}: store, {_rows(r)}",
             f"{r['dtype']}, codecs {', '.join(r['codecs'])}, {_size(r['bytes_stored'])} "
             f"(float32 rows: {_size(r['bytes_dense'])})",
-            _state_line(r, "units", r["units_damaged"], "build"),
+            f"{'complete' if r['complete'] else 'incomplete'}: {r['units_done']} of {r['units_total']} units",
             f"zero rows: {r['zero_rows']}, examples with NaN or infinity: {len(r['nonfinite_examples'])}",
             _error_line(r["numerics"]),
             *_leaf_lines(r["leaves"]),
@@ -599,7 +606,7 @@ def _text_info(r: dict[str, Any]) -> str:
         [
             f"{r['kernel']}: kernel, mode {r['mode']}, {' x '.join(f'{n:,}' for n in r['shape'])}, {r['dtype']}",
             f"{r['precision']} products with {r['engine']}, {r['schedule']}, {_size(r['bytes_stored'])}",
-            _state_line(r, "tiles", r["groups_damaged"], "gram"),
+            f"{'complete' if r['complete'] else 'incomplete'}: {r['tiles_done']} of {r['tiles_total']} tiles",
             _error_line(r["numerics"]) + (", exact norms on the diagonal" if r["exact_diagonal"] else ""),
             f"from {', '.join(r['stores'])}",
         ]

@@ -50,6 +50,14 @@ class Files(Protocol):
     def remove(self, name: str) -> None: ...
 
 
+def is_path(text: str) -> bool:
+    """Whether this machine can name a file so."""
+    try:
+        return bool(text) and "\0" not in text and os.fsencode(text) != b""
+    except UnicodeEncodeError:
+        return False
+
+
 class Folder:
     """Files below a folder on disk.
 
@@ -57,7 +65,7 @@ class Folder:
     """
 
     def __init__(self, root: str | Path) -> None:
-        if "\0" in str(root) or not str(root):
+        if not is_path(str(root)):
             raise Refused(f"{str(root)!r} is no path; give the path of a folder (--out, out=)")
         self.root = Path(root)
         self.bytes_read = 0

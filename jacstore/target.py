@@ -37,7 +37,8 @@ def load_target(text: str) -> Problem:
     where, name = _parts(text)
     is_file = where.endswith(".py") or os.sep in where
     path = Path(where).absolute()
-    if is_file and not path.is_file():
+    # Of a name that is too long Path.is_file raises.
+    if is_file and not os.path.isfile(path):
         raise Refused(f"target {text!r}: there is no file {where}; {_ALLOWED}")
     with _importable(path.parent if is_file else Path.cwd()), _naming(text):
         module = _run_file(path) if is_file else _import(where, text)

@@ -200,8 +200,9 @@ def test_info_lists_leaves_and_what_was_left_out(tmp_path):
 def test_info_goes_on_where_a_record_is_damaged(tmp_path):
     build(mlp(4), tmp_path / "run.jac", unit_size=2)
     (tmp_path / "run.jac" / "ledger" / "unit-0000001.json").write_text("{")
-    text = done("info", tmp_path / "run.jac")
-    assert "incomplete: 1 of 2 units; damaged records: 1; run the same build again" in text
+    result = invoke("info", tmp_path / "run.jac")
+    assert result.exit_code == 3 and "incomplete: 1 of 2 units" in result.stdout
+    assert "damaged is the record of unit 1; run the same build again" in result.stderr
 
 
 def test_the_line_that_completes_a_kernel_can_be_run_as_it_is(finished, tmp_path, monkeypatch):
