@@ -27,7 +27,7 @@ import headline
 import jacstore
 
 SETTINGS = ("everything", "no checksums", "no norms")
-NETS = (("mlp", "dense"), ("mlp", "factored"), ("cnn", "factored"))
+NETS = {"mlp-dense": ("mlp", "dense"), "mlp-factored": ("mlp", "factored"), "cnn-factored": ("cnn", "factored")}
 
 
 def _no_squares(rows: Any) -> Any:
@@ -87,13 +87,14 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--examples", type=int, default=512, help="of the MLP; the CNN has an eighth of them")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--nets", nargs="+", choices=NETS, default=list(NETS), metavar="NET", help="(%(default)s)")
     parser.add_argument("--memory", default="4GB")
     parser.add_argument("--out", type=Path, default=Path("bench-run"))
     given = parser.parse_args(arguments)
     figures = {}
     print(f"{'':13}  {'build':^27}  {'gram':^27}")
     print(f"{'':13}" + f"  {'seconds':>7} {'checksums':>9} {'norms':>9}" * 2)
-    for net, layout in NETS:
+    for net, layout in (NETS[name] for name in given.nets):
         f = figures[f"{net} {layout}"] = measure(net, layout, given)
         parts = [
             f"  {f[f'{what}_seconds']:7.2f} {f[f'{what}_share_checksums']:9.1%} {f[f'{what}_share_norms']:9.1%}"
