@@ -120,7 +120,8 @@ class Command:
 def invoke(*words: object) -> Result:
     """Run the command line in this process; its signal handlers are taken away again."""
     # Only here, so that a child which imports this module stays light.
-    from jacstore.cli import SIGNALS, main
+    from jacstore.cli import main
+    from jacstore.terminal import SIGNALS
 
     handlers = {name: signal.getsignal(getattr(signal, name)) for name in SIGNALS}
     argv, sys.argv = sys.argv, ["jacstore", *map(str, words)]

@@ -17,7 +17,7 @@ from helpers_kill import Job, run_job
 from helpers_process import MAIN, contents, environment, invoke, run_command, write_target
 
 import jacstore
-import jacstore.cli
+import jacstore.terminal
 from jacstore import StoreWriter, build
 from jacstore.testing import TOLERANCE, mlp, row_error
 
@@ -550,7 +550,7 @@ def test_a_start_that_was_killed_in_the_last_moment_can_be_repeated(target, tmp_
 @pytest.fixture
 def eager(monkeypatch):
     """A line for every event, not every few seconds."""
-    monkeypatch.setattr(jacstore.cli._Lines, "SECONDS_BETWEEN", -1.0)
+    monkeypatch.setattr(jacstore.terminal.Lines, "SECONDS_BETWEEN", -1.0)
 
 
 def test_progress_is_lines_on_stderr_where_there_is_no_terminal(eager, target, tmp_path):

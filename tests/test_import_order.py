@@ -23,6 +23,8 @@ FLOORS = {
         "files",
         "report",
         "schema",
+        "terminal",
+        "wording",
     ),
     2: (
         "blame",
@@ -117,6 +119,8 @@ NEIGHBOURS = {
     "files": {"errors", "machine"},
     "machine": {"errors"},
     "schema": {"errors"},
+    "terminal": {"errors", "progress"},
+    "wording": {"machine"},
     "pytrees": {"blame"},
     "inputs": {"blame", "pytrees"},
     "parameters": {"blame", "pytrees"},
@@ -185,7 +189,7 @@ CHOICES = {
 }
 
 # `jacstore/__init__.py` is lazy and stands above all floors; `testing.py` may import anything and nothing imports it.
-LATE_ANYWHERE = {"__init__", "cli", "testing"}
+LATE_ANYWHERE = {"__init__", "cli", "terminal", "testing"}
 FREE = {"__init__", "testing"}
 WITHOUT_JAX = (
     "assembly",
