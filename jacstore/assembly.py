@@ -29,8 +29,9 @@ from jacstore.kernel import FACTORS, LEAVES, WHOLE, Kernel, expected_bytes, layo
 from jacstore.lazy import as_store, check_mode, default_precision, made_alike, refuse_unlike
 from jacstore.ledger import Lock, compare_requested, record_name, sweep
 from jacstore.machine import format_size, parse_size
-from jacstore.plan import GramPlan, block_shape, plan_gram
+from jacstore.plan import GramPlan, block_shape
 from jacstore.progress import Listener, Started, silent
+from jacstore.schedule import plan_gram
 from jacstore.steps import plan_steps
 from jacstore.store import JacobianStore, open_store, operand_array
 

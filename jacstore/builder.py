@@ -30,10 +30,10 @@ from jacstore.files import Folder
 from jacstore.jacobian import BatchRows, DevicePass, device_budget
 from jacstore.machine import format_size, parse_size
 from jacstore.pieces import CODECS
-from jacstore.plan import StorePlan, plan_store
 from jacstore.problem import Prepared, Problem, prepare
 from jacstore.progress import BatchDone, Listener, Started, silent
 from jacstore.store import JacobianStore, leaf_table
+from jacstore.store_plan import StorePlan, plan_store
 from jacstore.trace import cut_before_products
 from jacstore.unit import Unit, refuse_other_inputs
 from jacstore.writer import StoreWriter, factor_bytes, refuse_small_disk

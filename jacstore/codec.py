@@ -11,7 +11,7 @@ import numpy as np
 
 from jacstore import machine
 from jacstore.pieces import CODECS, compress
-from jacstore.plan import PIECE_BYTES
+from jacstore.store_plan import PIECE_BYTES
 
 
 def fastest_codec(sample: list[np.ndarray], disk_speed: float, computing: float = 0.0) -> str:

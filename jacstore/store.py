@@ -26,8 +26,9 @@ from jacstore.errors import Damaged, Incomplete, Refused
 from jacstore.files import Files, Folder
 from jacstore.ledger import FORMAT_VERSION, Ledger, readable, record_name
 from jacstore.pieces import ArrayLayout, FileRecord, check_file, decode, raw
-from jacstore.plan import FILE_BYTES, IO_THREADS, Side
+from jacstore.plan import IO_THREADS, Side
 from jacstore.schema import Open, short_hash, typed
+from jacstore.store_plan import FILE_BYTES
 from jacstore.terms import Leaf, Operand, expand
 from jacstore.views import resolve
 

@@ -23,10 +23,11 @@ from jacstore.files import Files, Folder, Memory
 from jacstore.ledger import Lock, compare_requested, sweep
 from jacstore.machine import format_size
 from jacstore.pieces import CODECS, ArrayLayout, FileEncoder, FileRecord
-from jacstore.plan import FILE_BYTES, IO_THREADS, PIECE_BYTES, StorePlan, plan_store
+from jacstore.plan import IO_THREADS
 from jacstore.progress import Listener, UnitDone, silent
 from jacstore.rounding import observed_rounding
 from jacstore.store import JacobianStore, operand_array, operand_name
+from jacstore.store_plan import FILE_BYTES, PIECE_BYTES, StorePlan, plan_store
 from jacstore.terms import Leaf, Operand, dense_leaves, expand
 
 ARRAYS = ("rows", "factors", "outputs", "norms")

@@ -22,7 +22,8 @@ import jacstore.builder
 import jacstore.files
 import jacstore.hierarchy
 import jacstore.ledger
-import jacstore.plan
+import jacstore.schedule
+import jacstore.store_plan
 from jacstore import Problem
 from jacstore.testing import mlp
 
@@ -89,8 +90,8 @@ def quick() -> Iterator[pytest.MonkeyPatch]:
             jacstore.hierarchy.zarr, "create_group", _group_written_once(jacstore.hierarchy.zarr.create_group)
         )
         patch.setattr(os, "fsync", lambda descriptor: None)
-        patch.setattr(jacstore.plan, "PIECE_COLUMNS", (14, 14))
-        patch.setattr(jacstore.plan, "SLAB_COLUMNS", 28)
+        patch.setattr(jacstore.store_plan, "PIECE_COLUMNS", (14, 14))
+        patch.setattr(jacstore.schedule, "SLAB_COLUMNS", 28)
         yield patch
 
 

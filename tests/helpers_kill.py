@@ -40,13 +40,14 @@ class Job:
 
     def run(self, listener: Callable[[Any], None]) -> Any:
         import jacstore.checkpoints
-        import jacstore.plan
+        import jacstore.schedule
+        import jacstore.store_plan
         from jacstore import assembly, builder
         from jacstore.testing import mlp
 
         if not self.large:
-            jacstore.plan.PIECE_COLUMNS = (PIECE_COLUMNS, PIECE_COLUMNS)
-            jacstore.plan.SLAB_COLUMNS = PIECE_COLUMNS
+            jacstore.store_plan.PIECE_COLUMNS = (PIECE_COLUMNS, PIECE_COLUMNS)
+            jacstore.schedule.SLAB_COLUMNS = PIECE_COLUMNS
             # Due at once, however quick the first one was.
             jacstore.checkpoints.CHECKPOINT_SHARE = 1e9
         options: dict[str, Any] = dict(self.options)

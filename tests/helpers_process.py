@@ -135,10 +135,10 @@ def invoke(*words: object) -> Result:
 
 def hold_reads() -> None:
     """Make reading of rows wait for `LATCH/go` from column `LATCH_COLUMN` on, and leave `LATCH/reached-PID`."""
-    import jacstore.plan
+    import jacstore.schedule
     from jacstore.store import JacobianStore
 
-    jacstore.plan.SLAB_COLUMNS = TINY_SLABS
+    jacstore.schedule.SLAB_COLUMNS = TINY_SLABS
     latch, column = Path(os.environ["LATCH"]), int(os.environ["LATCH_COLUMN"])
     read = JacobianStore.read
 

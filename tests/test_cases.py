@@ -31,7 +31,8 @@ import jacstore
 import jacstore.builder
 import jacstore.files
 import jacstore.ledger
-import jacstore.plan
+import jacstore.schedule
+import jacstore.store_plan
 from jacstore import Problem, StoreWriter, build, gram
 from jacstore.errors import Damaged, Incomplete, Interrupted, Locked, Mismatch, NonFinite, ProbeFailed, Refused
 from jacstore.machine import boot_id
@@ -74,8 +75,8 @@ def values(kernel):
 @pytest.fixture
 def tiny_pieces(monkeypatch):
     """Pieces and slabs of at most 14 columns: 66 columns are five of them."""
-    monkeypatch.setattr(jacstore.plan, "PIECE_COLUMNS", (14, 14))
-    monkeypatch.setattr(jacstore.plan, "SLAB_COLUMNS", 14)
+    monkeypatch.setattr(jacstore.store_plan, "PIECE_COLUMNS", (14, 14))
+    monkeypatch.setattr(jacstore.schedule, "SLAB_COLUMNS", 14)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,7 @@ def finished(tmp_path_factory):
     """A store of `mlp(10)` in five units and five pieces, to be copied."""
     path = tmp_path_factory.mktemp("finished") / "run.jac"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jacstore.plan, "PIECE_COLUMNS", (14, 14))
+        patch.setattr(jacstore.store_plan, "PIECE_COLUMNS", (14, 14))
         build(mlp(10), path, unit_size=2, codec="none")
     return path
 
@@ -805,10 +806,10 @@ def test_case_24_two_parts_may_run_at_once_but_not_one_part_twice(tmp_path):
 MANY_FILES = """
 import resource, sys
 import numpy as np
-import jacstore, jacstore.plan
+import jacstore, jacstore.store_plan
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-jacstore.plan.PIECE_COLUMNS, jacstore.plan.FILE_BYTES = (4, 4), 1
+jacstore.store_plan.PIECE_COLUMNS, jacstore.store_plan.FILE_BYTES = (4, 4), 1
 out = sys.argv[1]
 with jacstore.StoreWriter(out + "/run.jac", {"w": (100,)}, 40, 1, unit_size=1) as writer:
     for n in range(40):
@@ -884,7 +885,7 @@ def check_gram(name, folder, finished, truth, monkeypatch):
     assert not kernel.complete and kernel.info()["tiles_done"] == 0
     assert "incomplete" in refusal(lambda: kernel.array, error=Incomplete)
     first, seen = int(line.split("slab ")[1].split()[0]), Counting()
-    monkeypatch.setattr(jacstore.plan, "SLAB_COLUMNS", 14)
+    monkeypatch.setattr(jacstore.schedule, "SLAB_COLUMNS", 14)
     again = gram(finished, out=out, listener=seen)
     # The interrupted run left its sums: no slab is multiplied twice.
     assert first in (2, 3) and [event.slab for event in seen.of(SlabDone)] == list(range(first, 5))
@@ -1013,7 +1014,7 @@ def test_case_28_a_unit_is_written_before_the_next_where_memory_holds_one(truth,
 
 def test_case_28_a_store_in_ram_moves_to_a_folder_beyond_its_memory(truth, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(jacstore.plan, "PIECE_COLUMNS", (66, 66))
+    monkeypatch.setattr(jacstore.store_plan, "PIECE_COLUMNS", (66, 66))
     store = build(mlp(10), None, unit_size=2, memory=5000, batch_size=1, output_batch=1)
     assert len(list(tmp_path.iterdir())) == 1 and "rows/c/4/0/0" in contents(next(tmp_path.iterdir()))
     assert row_error(rows_of(store), truth) <= FLOAT32

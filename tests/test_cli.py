@@ -209,7 +209,7 @@ def test_the_line_that_completes_a_kernel_can_be_run_as_it_is(finished, tmp_path
     monkeypatch.chdir(finished.parent)
     words = ("gram", "run.jac", "--out", tmp_path / "run.ntk", "--part", "1/2")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jacstore.plan, "PIECE_COLUMNS", (14, 14))
+        patch.setattr(jacstore.store_plan, "PIECE_COLUMNS", (14, 14))
         with StoreWriter("run.jac.2", {"w": (66,)}, 2, 1, unit_size=2) as writer:
             writer.write_unit(0, {"w": np.ones((2, 1, 66))})
     done("gram", "run.jac.2", *words[2:])

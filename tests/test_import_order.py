@@ -44,6 +44,9 @@ FLOORS = {
         "steps",
         "expansion",
         "plan",
+        "store_plan",
+        "footprint",
+        "schedule",
         "pieces",
         "views",
         "ledger",
@@ -133,6 +136,9 @@ NEIGHBOURS = {
     "factors": {"contraction", "terms"},
     "term_products": {"terms"},
     "steps": {"plan", "terms"},
+    "footprint": {"plan"},
+    "store_plan": {"plan"},
+    "schedule": {"footprint", "plan", "store_plan"},
     "expansion": {"plan", "terms"},
     "attributes": {"blocks", "engine"},
     "store": {"attributes", "blocks", "hierarchy"},
@@ -219,6 +225,7 @@ WITHOUT_JAX = (
     "operators",
     "panels",
     "pieces",
+    "footprint",
     "plan",
     "posterior",
     "prediction",
@@ -237,6 +244,7 @@ WITHOUT_JAX = (
     "weighting",
     "writer",
 )
+PLANNING = ("plan", "store_plan", "footprint", "schedule")
 PLAN_MAY = {"__future__", "bisect", "collections.abc", "dataclasses", "itertools", "jacstore.errors", "math", "typing"}
 
 
@@ -358,8 +366,10 @@ def test_torch_is_imported_only_by_its_own_modules() -> None:
     assert users == {"torch", "torch_layers", "torch_network", "torch_pass", "torch_terms"}
 
 
-def test_the_plan_is_arithmetic_alone() -> None:
-    assert [place("plan", found) for found in of("plan") if found.name not in PLAN_MAY] == []
+@pytest.mark.parametrize("module", PLANNING)
+def test_a_plan_is_arithmetic_alone(module: str) -> None:
+    allowed = PLAN_MAY | {f"jacstore.{other}" for other in PLANNING}
+    assert [place(module, found) for found in of(module) if found.name not in allowed] == []
 
 
 def test_nothing_imports_the_testing_module() -> None:

@@ -15,12 +15,14 @@ import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from jacstore import Problem, build
+from jacstore import Problem, build, store_plan
 from jacstore import plan as planning
 from jacstore.errors import Refused
-from jacstore.plan import MODES, GramPlan, Group, Side, StorePlan, block_shape, plan_gram, plan_store
+from jacstore.plan import MODES, GramPlan, Group, Side, block_shape
+from jacstore.schedule import plan_gram
 from jacstore.schema import typed
 from jacstore.steps import ELEMENTWISE, plan_steps
+from jacstore.store_plan import StorePlan, plan_store
 
 GIB = 2**30
 quick = settings(max_examples=50, deadline=None, database=None, suppress_health_check=list(HealthCheck))
@@ -81,8 +83,8 @@ def test_a_chosen_unit_takes_an_eighth_of_the_memory_and_a_chosen_piece_no_more(
     assert plan.unit_bytes <= max(sizes["memory"] // 8, example)
     slab = plan.n_examples * plan.n_outputs * plan.itemsize * plan.piece_columns
     piece = plan.unit_size * plan.n_outputs * plan.itemsize * plan.piece_columns
-    narrowest = plan.piece_columns <= planning.PIECE_COLUMNS[0]
-    assert narrowest or (slab <= sizes["memory"] // 8 and piece <= planning.PIECE_BYTES)
+    narrowest = plan.piece_columns <= store_plan.PIECE_COLUMNS[0]
+    assert narrowest or (slab <= sizes["memory"] // 8 and piece <= store_plan.PIECE_BYTES)
 
 
 @given(sizes=STORES)

@@ -18,7 +18,8 @@ from distributed import Client, LocalCluster
 from helpers_process import SECONDS, contents, hold_reads, invoke
 
 import jacstore
-import jacstore.plan
+import jacstore.schedule
+import jacstore.store_plan
 from jacstore import StoreWriter, build, gram
 from jacstore.errors import Damaged, Incomplete, Interrupted, Locked, Mismatch, Refused
 from jacstore.progress import ItemDone
@@ -51,7 +52,7 @@ def store(rows, tmp_path_factory):
     """Rows in 48 pieces of columns, so that workers can share them."""
     path = tmp_path_factory.mktemp("store") / "run.jac"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jacstore.plan, "PIECE_COLUMNS", (14, 14))
+        patch.setattr(jacstore.store_plan, "PIECE_COLUMNS", (14, 14))
         with StoreWriter(path, {"w": (P,)}, N, K, unit_size=4) as writer:
             for a, b in writer.missing:
                 writer.write_unit(a, {"w": rows[a:b]})
@@ -142,7 +143,7 @@ def until(condition):
 
 
 def test_a_worker_killed_in_an_item_changes_nothing(store, cluster, alone, rows, tmp_path, monkeypatch):
-    monkeypatch.setattr(jacstore.plan, "SLAB_COLUMNS", 14)
+    monkeypatch.setattr(jacstore.schedule, "SLAB_COLUMNS", 14)
     latch = tmp_path / "latch"
     latch.mkdir()
 
