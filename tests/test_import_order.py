@@ -58,6 +58,9 @@ FLOORS = {
         "shifted",
     ),
     3: (
+        "backward",
+        "cores",
+        "finder",
         "trace",
         "blocks",
         "engine",
@@ -143,6 +146,8 @@ NEIGHBOURS = {
     "schedule": {"footprint", "plan", "store_plan"},
     "expansion": {"plan", "terms"},
     "attributes": {"blocks", "engine"},
+    "finder": {"backward", "cores"},
+    "trace": {"backward", "cores", "finder"},
     "store": {"attributes", "blocks", "hierarchy"},
     "writer": {"attributes", "blocks", "hierarchy", "store"},
     "kernel": {"attributes", "hierarchy"},

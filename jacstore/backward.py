@@ -1,0 +1,109 @@
+"""In: a function of parameters and one example. Out: its backward pass as one flat list of equations, and their values.
+
+Wrapping calls such as `jit`, `remat` and custom derivatives are opened, so that what forms a gradient can be seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+
+CALLS = {
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "remat",
+    "remat2",
+    "checkpoint",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+}
+
+
+class Backward:
+    """The backward pass of one example as one list of equations."""
+
+    def __init__(self, function: Any, selected: list[Any], rest: list[Any], example: Any) -> None:
+        def backward(selected: Any, rest: Any, example: Any, cotangent: Any) -> Any:
+            outputs, pullback = jax.vjp(lambda leaves: function(leaves, rest, example), selected)
+            return outputs, pullback(cotangent)[0]
+
+        outputs = jax.eval_shape(function, selected, rest, example)
+        arguments = (selected, rest, example, jnp.zeros(outputs.shape, outputs.dtype))
+        traced = jax.make_jaxpr(backward)(*arguments)
+        leaves = jax.tree_util.tree_leaves(arguments)
+        self.closed = jax.make_jaxpr(lambda *flat: _evaluate(traced.jaxpr, traced.consts, flat))(*leaves)
+        jaxpr = self.closed.jaxpr
+        self.outputs, self.gradients = [jaxpr.outvars[0]], jaxpr.outvars[1:]
+        self.producer = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        counts = [len(jax.tree_util.tree_leaves(part)) for part in arguments]
+        examples = jaxpr.invars[counts[0] + counts[1] : sum(counts[:3])]
+        self._examples, self._cotangents = self._reached(examples), self._reached(jaxpr.invars[sum(counts[:3]) :])
+        self._parameters = (selected, rest)
+        self._shape = (example, arguments[3])
+
+    def _reached(self, start: Sequence[Any]) -> set[Any]:
+        reached = set(start)
+        for eqn in self.closed.jaxpr.eqns:
+            if any(not isinstance(v, jex.Literal) and v in reached for v in eqn.invars):
+                reached.update(eqn.outvars)
+        return reached
+
+    def of_cotangent(self, var: Any) -> bool:
+        return not isinstance(var, jex.Literal) and var in self._cotangents
+
+    def of_example(self, var: Any) -> bool:
+        return not isinstance(var, jex.Literal) and var in self._examples
+
+    def values(self, selected: Any, rest: Any, example: Any, cotangent: Any, wanted: Sequence[Any]) -> list[Any]:
+        """Values of variables; only equations that they need are run."""
+        arguments = jax.tree_util.tree_leaves((selected, rest, example, cotangent))
+        return _evaluate(self.closed.jaxpr, self.closed.consts, arguments, wanted)
+
+    def constant(self, var: Any) -> float:
+        """The value of a scalar that depends on parameters alone."""
+        example, cotangent = self._shape
+        return float(self.values(*self._parameters, example, cotangent, [var])[0])
+
+
+def _inner(eqn: Any) -> Any:
+    """The jaxpr that a call only wraps, closed, or None."""
+    if eqn.primitive.name not in CALLS:
+        return None
+    for value in eqn.params.values():
+        if isinstance(value, jex.ClosedJaxpr):
+            return value
+        if isinstance(value, jex.Jaxpr):
+            return jex.ClosedJaxpr(value, ())
+    return None
+
+
+def _evaluate(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], wanted: Sequence[Any] | None = None) -> Any:
+    """Run a jaxpr with its wrapping calls opened; with `wanted`, only what these variables need."""
+    values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True))
+    targets = jaxpr.outvars if wanted is None else wanted
+    needed = {v for v in targets if not isinstance(v, jex.Literal)}
+    live = []
+    for eqn in reversed(jaxpr.eqns):
+        if needed.intersection(eqn.outvars):
+            live.append(eqn)
+            needed.update(v for v in eqn.invars if not isinstance(v, jex.Literal))
+
+    def read(var: Any) -> Any:
+        return var.val if isinstance(var, jex.Literal) else values[var]
+
+    for eqn in reversed(live):
+        inputs, inner = [read(v) for v in eqn.invars], _inner(eqn)
+        if inner is not None:
+            results = _evaluate(inner.jaxpr, inner.consts, inputs)
+        else:
+            results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+            results = results if eqn.primitive.multiple_results else [results]
+        values.update(zip(eqn.outvars, results, strict=True))
+    return [read(v) for v in targets]

@@ -1,0 +1,116 @@
+"""In: equations at which a gradient begins. Out: what their terms store: operands, their order, and which pair up."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jacstore.terms import Conv, Dot, Factored, Index, Views
+
+# Index maps of cotangents larger than this are not compared; the leaf's bias is then stored as rows.
+MAX_MAP = 20_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """An operand: a variable of the program and how it is brought into its stored form."""
+
+    root: Any
+    steps: tuple[tuple[str, Any], ...]
+    role: str
+    shape: tuple[int, ...]
+    size: int = 0
+    clip: bool = False
+
+    @cached_property
+    def key(self) -> Any:
+        """Equal for operands that are the same numbers in the same order."""
+        return (self.root, self.role, self.shape, self.clip, self.size, self._order())
+
+    def _order(self) -> Any:
+        """Where each number comes from in the root, as a hash."""
+        shape = self.root.aval.shape
+        if math.prod(shape) > MAX_MAP:
+            return self.steps
+        found = moved(np.arange(math.prod(shape), dtype=np.int32).reshape(shape), self.steps)
+        return hashlib.blake2b(found.tobytes(), digest_size=16).digest()
+
+    def finish(self, value: Any) -> Any:
+        value = moved(value, self.steps).reshape(self.shape)
+        if self.role != "ids":
+            return value
+        value = value.astype(jnp.int32)
+        inside = (value >= 0) & (value < self.size)
+        return jnp.clip(value, 0, self.size - 1) if self.clip else jnp.where(inside, value, -1)
+
+
+def moved(value: Any, steps: Sequence[tuple[str, Any]]) -> Any:
+    for kind, numbers in steps:
+        value = value.reshape(numbers) if kind == "reshape" else value.transpose(numbers)
+    return value
+
+
+@dataclass(kw_only=True)
+class Core:
+    """A product, scatter or sum at which a gradient begins."""
+
+    kind: str
+    inputs: Made | None
+    cotangents: Made
+    scale: float
+    views: Views
+    geometry: dict[str, Any] = field(default_factory=dict)
+
+    def numbers(self, n_outputs: int) -> int:
+        return (math.prod(self.inputs.shape) if self.inputs else 0) + n_outputs * math.prod(self.cotangents.shape)
+
+    def term(self, name_of: Callable[[Made, bool], str], stored: bool) -> Factored:
+        cotangents = name_of(self.cotangents, stored)
+        common: dict[str, Any] = {"cotangents": cotangents, "scale": self.scale, "views": self.views}
+        if self.kind == "index":
+            assert self.inputs is not None
+            return Index(ids=name_of(self.inputs, stored), **common, **self.geometry)
+        if self.kind == "conv":
+            assert self.inputs is not None
+            return Conv(inputs=name_of(self.inputs, stored), **common, **self.geometry)
+        return Dot(inputs=None if self.inputs is None else name_of(self.inputs, stored), **common)
+
+
+def pairable(cores: list[Core]) -> bool:
+    """Whether products of the rows' parts can be formed for every two terms of a leaf."""
+    kinds = {core.kind for core in cores}
+    if len(cores) < 2:
+        return True
+    if kinds <= {"index", "dot"} and "index" in kinds:
+        index = next(core for core in cores if core.kind == "index")
+        size, width = index.geometry["size"], index.cotangents.shape[2]
+        return all(_is_table(core, size, width) for core in cores)
+    if kinds == {"dot"}:
+        first = cores[0]
+        assert first.inputs is not None
+        blocks = {
+            (c.views, c.cotangents.shape[0], c.cotangents.shape[2], c.inputs and c.inputs.shape[2]) for c in cores
+        }
+        return len(blocks) == 1
+    geometry = [(core.views, core.geometry, core.inputs and core.inputs.shape) for core in cores]
+    return all(entry == geometry[0] for entry in geometry)
+
+
+def _is_table(core: Core, size: int, width: int) -> bool:
+    """Whether a term's block is a table `(size, width)` or its transpose, as that of a tied embedding is."""
+    if core.kind == "index":
+        return core.views == () and core.cotangents.shape[2] == width and core.geometry["size"] == size
+    assert core.inputs is not None
+    if core.cotangents.shape[0] != 1:
+        return False
+    block = (core.inputs.shape[2], core.cotangents.shape[2])
+    if block == (size, width) and not core.views:
+        return True
+    return block == (width, size) and core.views == (("reshape", (width, size)), ("transpose", (1, 0)))
