@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+LONGEST_WORD = 400
+
+
+def one_line(text: str) -> str:
+    """One printable line, in which no word is longer than a long path."""
+    return printable(" ".join(w if len(w) <= LONGEST_WORD else w[:LONGEST_WORD] + "…" for w in text.split()))
+
+
+def printable(line: str) -> str:
+    """A line in which what would steer a terminal is spelt out."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+
 
 class JacstoreError(Exception):
-    """Base of every error that jacstore raises on purpose; its text is one line."""
+    """Base of every error that jacstore raises on purpose; its text is one printable line, whatever it quotes."""
 
     exit_code = 2
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(one_line(text))
 
 
 class Refused(JacstoreError):

@@ -17,10 +17,9 @@ from typing import Any
 
 import click
 
-from jacstore.errors import Damaged, JacstoreError
+from jacstore.errors import Damaged, JacstoreError, one_line, printable
 from jacstore.progress import BatchDone, Event, ItemDone, SlabDone, Started, UnitDone, Waiting
 
-LONGEST_WORD = 400
 SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1")
 
 
@@ -111,7 +110,7 @@ class OneLineErrors(click.Group):
         try:
             returned = super().main(*args, **{**kwargs, "standalone_mode": False})
         except click.ClickException as error:
-            click.echo(f"jacstore: {_short(error.format_message())} (jacstore --help lists all)", err=True)
+            click.echo(f"jacstore: {one_line(error.format_message())} (jacstore --help lists all)", err=True)
             sys.exit(2)
         except click.Abort:
             sys.exit(130)
@@ -155,7 +154,8 @@ def run(
     try:
         report = work(lines, stop)
         lines.close()
-        click.echo(json.dumps(_plain(report)) if shared.as_json else text(report))
+        said = json.dumps(_plain(report)) if shared.as_json else text(report)
+        click.echo("\n".join(printable(line) for line in said.split("\n")))
         if judge(report):
             raise Damaged(judge(report))
     except JacstoreError as error:
@@ -186,17 +186,11 @@ def _fail(error: BaseException, code: int, debug: bool, stop: Stop) -> None:
         import traceback
 
         traceback.print_exception(error)
-    message = _short(str(error))
+    message = one_line(str(error))
     if code == 130:
         message = f"{stop.received or 'SIGINT'}: {message or 'interrupted'}; to continue: {_command_line()}"
     click.echo(f"jacstore: {message}", err=True)
     sys.exit(code)
-
-
-def _short(message: str) -> str:
-    """One line, in which no word is longer than a long path."""
-    words = message.split()
-    return " ".join(word if len(word) <= LONGEST_WORD else word[:LONGEST_WORD] + "…" for word in words)
 
 
 def _command_line() -> str:

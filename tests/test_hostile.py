@@ -29,9 +29,9 @@ import jacstore
 import jacstore.ledger
 import jacstore.target
 from jacstore import gram
-from jacstore.errors import Damaged, Incomplete, Interrupted, JacstoreError
+from jacstore.errors import Damaged, Incomplete, Interrupted, JacstoreError, Mismatch
 from jacstore.files import Folder
-from jacstore.ledger import Ledger
+from jacstore.ledger import Ledger, compare_requested
 from jacstore.progress import SlabDone
 from jacstore.schema import short_hash
 from jacstore.testing import Counting, Stopping, mlp
@@ -396,6 +396,13 @@ def test_records_of_what_is_kept_beside_may_say_anything_too(scenes):
                 assert error.exit_code in (2, 3) and "\n" not in str(error)
 
         check()
+
+
+@pytest.mark.parametrize("value", [value for value in NASTY if isinstance(value, str)])
+def test_an_error_is_one_printable_line_whatever_it_quotes(value):
+    with pytest.raises(Mismatch) as caught:
+        compare_requested("k\n.jac", {"alpha": value}, {"alpha": f"not {value}"})
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 500
 
 
 LOCK = {"host": "here", "boot": "b", "pid": 1, "start": "1", "token": "t", "beat": 0, "first": 0, "last": 9}
