@@ -19,25 +19,26 @@ import numpy as np
 from jacstore import hierarchy, machine
 from jacstore.attributes import check_plan_for
 from jacstore.bounds import entry_error
-from jacstore.checkpoints import CHECKPOINT_SHARE, CHECKPOINT_SPEED, Checkpoints
+from jacstore.checkpoints import CHECKPOINT_SHARE, CHECKPOINT_SPEED
 from jacstore.cluster import cluster_at, connect, on_cluster, on_threads
 from jacstore.engine import PRECISIONS
 from jacstore.errors import Damaged, Locked, Refused
 from jacstore.files import Files, Folder
-from jacstore.item import Work, common_dtype, finish_group, leaves_of, make_engine, partial_name, repair_tiles
+from jacstore.finish import finish_group
 from jacstore.kernel import FACTORS, LEAVES, WHOLE, Kernel, expected_bytes, layouts
 from jacstore.lazy import as_store, check_mode, default_precision, made_alike, refuse_unlike
-from jacstore.ledger import Lock, compare_requested, record_name, sweep
+from jacstore.ledger import Lock, compare_requested
 from jacstore.machine import format_size, parse_size
 from jacstore.plan import GramPlan, block_shape
 from jacstore.progress import Listener, Started, silent
+from jacstore.repair import repair_tiles
+from jacstore.resumption import damaged_tiles, finished_groups, group_lock, items_done, sweep_items, tiles_done
 from jacstore.schedule import plan_gram
 from jacstore.steps import plan_steps
 from jacstore.store import JacobianStore, open_store, operand_array
+from jacstore.work import Work, common_dtype, make_engine
 
 KNOWN = (WHOLE, LEAVES, FACTORS, "partials", "checkpoints")
-# Locks on the final sums of groups, numbered apart from items.
-FINISH = 1_000_000
 
 
 def open_path(path: str | Path) -> JacobianStore | Kernel:
@@ -366,15 +367,15 @@ class _Job:
             Lock(kernel.files, mine.start, mine.stop - 1, listener, stop) if isinstance(kernel.files, Folder) else None
         )
         with lock or contextlib.nullcontext():
-            damaged = _damaged_tiles(kernel)
-            _sweep(kernel, mine)
+            damaged = damaged_tiles(kernel)
+            sweep_items(kernel, mine)
             threads = max(1, machine.cores() // self.share) if self.share > 1 else None
             work = Work(
                 rows=self.rows, cols=self.cols, kernel=kernel, threads=threads, device_memory=self._resident_bytes()
             )
-            done, finished = _items_done(work), _finished_groups(kernel)
+            done, finished = items_done(work), finished_groups(kernel)
             todo = [n for n in mine if n not in done and items[n].group not in finished]
-            tiles_before = _tiles_done(kernel) - sum(map(len, damaged.values()))
+            tiles_before = tiles_done(kernel) - sum(map(len, damaged.values()))
             listener(Started(what="items", total=len(mine), done=len(mine) - len(todo)))
             results = self._repair(work, damaged, listener, stop)
             results += self._execute(work, todo, listener, stop)
@@ -382,7 +383,7 @@ class _Job:
             for folder in ("checkpoints", "partials"):
                 if isinstance(kernel.files, Folder):
                     kernel.files.remove_folder(folder)
-        tiles_computed = _tiles_done(kernel) - tiles_before
+        tiles_computed = tiles_done(kernel) - tiles_before
         stored = self.rows.bytes_decoded + (0 if self.cols is None else self.cols.bytes_decoded)
         decoded = sum(r.get("decoded_bytes", 0) for r in results)
         kernel.report = {
@@ -419,12 +420,7 @@ class _Job:
         kernel, results = work.kernel, []
         for number, tiles in damaged.items():
             group = number // len(kernel.layouts)
-            lock = (
-                Lock(kernel.files, FINISH + group, FINISH + group, listener)
-                if isinstance(kernel.files, Folder)
-                else None
-            )
-            with contextlib.suppress(Locked), lock or contextlib.nullcontext():
+            with contextlib.suppress(Locked), group_lock(kernel, group, listener):
                 results.append(repair_tiles(work, number, tiles, listener, stop))
         return results
 
@@ -449,18 +445,13 @@ class _Job:
     def _finish(self, work: Work, listener: Listener) -> list[dict[str, Any]]:
         """Add up partial sums of groups whose items are all done; another part may be doing so."""
         kernel, results = work.kernel, []
-        done, finished = _items_done(work), _finished_groups(kernel)
+        done, finished = items_done(work), finished_groups(kernel)
         for group in range(len(kernel.plan.groups)):
             items = {item.number for item in kernel.plan.items if item.group == group}
             if group in finished or not items <= done:
                 continue
-            lock = (
-                Lock(kernel.files, FINISH + group, FINISH + group, listener)
-                if isinstance(kernel.files, Folder)
-                else None
-            )
-            with contextlib.suppress(Locked), lock or contextlib.nullcontext():
-                if group not in _finished_groups(kernel):
+            with contextlib.suppress(Locked), group_lock(kernel, group, listener):
+                if group not in finished_groups(kernel):
                     results.append(finish_group(work, group))
         return results
 
@@ -548,74 +539,3 @@ def _relative(store: str, kernel: str) -> str:
     if "memory://" in (store, kernel):
         return store
     return os.path.relpath(os.path.abspath(store), os.path.abspath(kernel))
-
-
-def _sweep(kernel: Kernel, mine: range) -> None:
-    """Remove what dead attempts at these items left: temporary records, and files that finished work needs no more."""
-    plan, ledger = kernel.plan, kernel.ledger
-    sweep(kernel.files, ["item", "checkpoint-0", "checkpoint-1"], mine)
-    groups = {plan.items[number].group for number in mine}
-    arrays = len(kernel.layouts)
-    sweep(kernel.files, ["tiles"], [group * arrays + leaf for group in groups for leaf in range(arrays)])
-    done, finished = set(ledger.done("item")), _finished_groups(kernel)
-    for number in mine:
-        group = plan.items[number].group
-        if number in done or group in finished:
-            Checkpoints(kernel, number, []).clear()
-        if group in finished:
-            kernel.files.remove(partial_name(number))
-            if kernel.files.size(Lock.name(FINISH + group, FINISH + group)) and isinstance(kernel.files, Folder):
-                with contextlib.suppress(Locked), Lock(kernel.files, FINISH + group, FINISH + group, silent):
-                    pass
-
-
-def _damaged_tiles(kernel: Kernel) -> dict[int, list[tuple[int, int]]]:
-    """Tiles of finished groups that are gone, torn, or were found wrong, by the number of their record.
-
-    A group whose record is damaged is made unfinished again.
-    """
-    damaged = {}
-    for number in kernel.ledger.done("tiles"):
-        try:
-            tiles = kernel.to_recompute(number)
-        except Damaged:
-            kernel.ledger.forget("tiles", number)
-            # A note about what is computed anew would have it computed once more.
-            kernel.ledger.forget("suspect", number)
-            continue
-        if tiles:
-            damaged[number] = tiles
-        elif kernel.files.size(record_name("suspect", number)) is not None:
-            kernel.ledger.forget("suspect", number)
-    return damaged
-
-
-def _items_done(work: Work) -> set[int]:
-    """Items whose results are there: tiles, or the partial sums of a group that is still to be added up."""
-    kernel, plan = work.kernel, work.kernel.plan
-    finished, tiles = _finished_groups(kernel), set(kernel.ledger.done("tiles"))
-    done = set()
-    for number in kernel.ledger.done("item"):
-        item = plan.items[number]
-        if item.group in finished:
-            done.add(number)
-        elif kernel.leaves:
-            first = item.group * len(kernel.layouts)
-            if {first + leaf for leaf in leaves_of(work.rows, plan, item)} <= tiles:
-                done.add(number)
-        elif kernel.files.size(partial_name(number)) == 8 * sum(
-            int(np.prod(plan.tile_shape(i, j))) for i, j in plan.tiles_of(plan.groups[item.group])
-        ):
-            done.add(number)
-    return done
-
-
-def _finished_groups(kernel: Kernel) -> set[int]:
-    per_group = len(kernel.layouts)
-    done = kernel.ledger.done("tiles")
-    counts = [number // per_group for number in done]
-    return {group for group in set(counts) if counts.count(group) == per_group}
-
-
-def _tiles_done(kernel: Kernel) -> int:
-    return sum(kernel.record(number).tiles for number in kernel.ledger.done("tiles"))

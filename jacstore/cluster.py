@@ -14,8 +14,9 @@ from dask.delayed import delayed
 from distributed import Client, KilledWorker, LocalCluster, wait
 
 from jacstore.errors import Interrupted, Refused
-from jacstore.item import Work, run_item
+from jacstore.item import run_item
 from jacstore.progress import ItemDone, Listener
+from jacstore.work import Work
 
 # Items of this process at once where each is one tile: one computes, the other is written.
 ITEMS_ALIVE = 2

@@ -7,82 +7,26 @@ read.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
-from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from crc32c import crc32c
 
 from jacstore import machine
 from jacstore.blas_threads import blas_threads
 from jacstore.blocks import to_bfloat16
 from jacstore.checkpoints import Checkpoints, NoCheckpoints, write_sums
-from jacstore.engine import BlasEngine, Engine, symmetrize
-from jacstore.errors import Damaged, Interrupted, JacstoreError
+from jacstore.errors import Interrupted, JacstoreError
 from jacstore.expansion import expanded_slabs
 from jacstore.factors import FactorSet
-from jacstore.kernel import Kernel
-from jacstore.norms import Diagonal, require_right
-from jacstore.pieces import raw
-from jacstore.plan import GramPlan, Group, Item, Step, merge_ranges
+from jacstore.finish import partial_name, write_tiles
+from jacstore.plan import GramPlan, Item, Step
 from jacstore.progress import CheckpointDone, Listener, SlabDone, silent
-from jacstore.schema import Open, typed
+from jacstore.slabs import Slabs, column_starts, group_ranges
 from jacstore.store import JacobianStore
 from jacstore.terms import Leaf
-
-
-@dataclass(frozen=True, kw_only=True)
-class PartialRecord(Open):
-    """What the record of an item says whose columns are only a part of all."""
-
-    checksums: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """What an item needs, small enough to send to another process: stores and kernel travel as their paths."""
-
-    rows: JacobianStore
-    cols: JacobianStore | None
-    kernel: Kernel
-    threads: int | None
-    device_memory: int | None
-    # Factors that stay in memory from item to item of this process.
-    kept: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
-    # Accumulators of finished tiles, to be used again.
-    spare: list[Any] = field(default_factory=list, compare=False, repr=False)
-    # Held by the item of this process that computes.
-    turn: Any = field(default_factory=threading.Lock, compare=False, repr=False)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial(
-            Work,
-            rows=self.rows,
-            cols=self.cols,
-            kernel=self.kernel,
-            threads=self.threads,
-            device_memory=self.device_memory,
-        ), ()
-
-    def engine(self) -> Engine:
-        resolved = self.kernel.resolved
-        stored = common_dtype(self.rows, self.cols)
-        return make_engine(resolved["engine"], resolved["precision"], stored, self.device_memory, self.threads)
-
-    @property
-    def diagonal(self) -> Diagonal | None:
-        """What the diagonal of a symmetric kernel should be."""
-        if not self.kernel.plan.symmetric:
-            return None
-        if "diagonal" not in self.kept:
-            self.kept["diagonal"] = Diagonal(self.rows, self.kernel)
-        found: Diagonal = self.kept["diagonal"]
-        return found
+from jacstore.work import Work
 
 
 def run_item(
@@ -92,9 +36,9 @@ def run_item(
 
     An item may run twice, after a worker died: it writes the same bytes to the same places.
     """
-    with blas_threads(_blas_threads(work)):
+    with blas_threads(work.item_threads()):
         try:
-            return _Run(work, work.kernel.plan.items[number], listener, stop).run()
+            return ItemRun(work, work.kernel.plan.items[number], listener, stop).run()
         except JacstoreError:
             raise
         except Exception as error:
@@ -103,15 +47,7 @@ def run_item(
             raise
 
 
-def _blas_threads(work: Work) -> int | None:
-    """Threads of BLAS while an item is computed, or some of its tiles once more.
-
-    Tiles from factors in memory are cut into a block a core; setting the number of threads for each takes its time.
-    """
-    return 1 if work.kernel.plan.resident else work.threads
-
-
-class _Run:
+class ItemRun:
     """One item being computed."""
 
     def __init__(self, work: Work, item: Item, listener: Listener, stop: Callable[[], bool]) -> None:
@@ -164,7 +100,7 @@ class _Run:
 
     def _add_slabs(self, slabs: list[tuple[int, int]], first: int, totals: list[Any], n_work: int) -> list[Any]:
         """Add products of all columns stored as rows."""
-        source = _Slabs(self.work.rows, self.work.cols, self.plan, self.group, self.engine.slab_dtype)
+        source = Slabs(self.work.rows, self.work.cols, self.plan, self.group, self.engine.slab_dtype)
         with contextlib.closing(source.read(slabs[first:])) as stream:
             for index, ((a, b), buffers, waited) in enumerate(stream, start=first):
                 self._pause(index, n_work, totals)
@@ -240,7 +176,7 @@ class _Run:
         if self.plan.resident:
             kept = stores[: 1 if self.plan.symmetric else 2]
             return [(store, 0, store.n_examples) for store in kept]
-        return [(stores[side], a, b) for side, a, b in _ranges(self.plan, self.group)]
+        return [(stores[side], a, b) for side, a, b in group_ranges(self.plan, self.group)]
 
     def _operands(self, store: JacobianStore, start: int, stop: int, step: Step) -> tuple[Any, dict[str, np.ndarray]]:
         """Operands of a step, with a key under which they are kept for the next item where all stay in memory."""
@@ -288,7 +224,7 @@ class _Run:
     def _add(self, totals: list[Any], operands: list[Any], columns: slice) -> None:
         """Add the product of one slab to every tile of the group."""
         plan, side = self.plan, operands[-1]
-        origin = [a for _, a, _ in _ranges(plan, self.group)]
+        origin = [a for _, a, _ in group_ranges(plan, self.group)]
         for index, rows, cols in self._places(origin):
             totals[index] = self.engine.add(plan.mode, totals[index], operands[0], rows, side, cols, columns)
 
@@ -329,218 +265,3 @@ def _leaf_ranges(rows: JacobianStore, plan: GramPlan, item: Item) -> list[tuple[
 def _empty_leaves(rows: JacobianStore, item: Item) -> list[int]:
     """Leaves without columns; their kernels are zero and belong to the first item of a group."""
     return [n for n, leaf in enumerate(rows.leaves) if leaf.size == 0 and item.split == 0]
-
-
-def common_dtype(rows: JacobianStore, cols: JacobianStore | None) -> str:
-    """The stored type of both sides, float32 where they differ: slabs of one group have one type."""
-    return rows.dtype if cols is None or cols.dtype == rows.dtype else "float32"
-
-
-def partial_name(item: int) -> str:
-    """File of an item's partial sums."""
-    return f"partials/item-{item:07d}.bin"
-
-
-def write_tiles(work: Work, group: int, leaf: int, tiles: Any) -> None:
-    """Write the tiles of a group for one leaf and mark them as finished."""
-    kernel, number = work.kernel, group * len(work.kernel.layouts) + leaf
-    records, off, count = _write(work, leaf, tiles)
-    kernel.ledger.record("tiles", number, {"tiles": count, "diagonal_error": off, "files": records})
-
-
-def _write(work: Work, leaf: int, tiles: Any) -> tuple[dict[str, Any], float | None, int]:
-    """Write tiles; returns the records of their files, how far diagonals are from the exact norms, and a count.
-
-    Raises
-    ------
-    Damaged
-        Naming the tile whose diagonal is further off than rounding explains; it is not written.
-    """
-    kernel = work.kernel
-    records: dict[str, Any] = {}
-    count, off = 0, 0.0 if kernel.plan.symmetric else None
-    for (i, j), total in tiles:
-        tile = symmetrize(kernel.mode, total) if kernel.plan.symmetric and i == j else total
-        if work.diagonal is not None and i == j:
-            where = f"{kernel.path}: {kernel.named(leaf, i, j)}"
-            off = max(off or 0.0, require_right(work.diagonal.compare(leaf, i, tile), where))
-            if kernel.exact_diagonal:
-                work.diagonal.replace(leaf, i, tile)
-        records |= kernel.write_tile(leaf, i, j, tile)
-        count += 1
-    kernel.files.sync_folders(records)
-    return records, off, count
-
-
-def finish_group(work: Work, group: int, _after: Any = None) -> dict[str, Any]:
-    """Add up the partial sums of a group in item order and write its tiles."""
-    kernel, plan = work.kernel, work.kernel.plan
-    started = time.perf_counter()
-    items = [item for item in plan.items if item.group == group]
-    tiles = plan.tiles_of(plan.groups[group])
-    checksums = {item.number: _partial_checksums(kernel, item.number, len(tiles)) for item in items}
-
-    def sums() -> Iterator[tuple[tuple[int, int], np.ndarray]]:
-        offset = 0
-        for index, (i, j) in enumerate(tiles):
-            total = np.zeros(plan.tile_shape(i, j))
-            for item in items:
-                part = np.empty(total.shape)
-                view = raw(part)
-                with _recomputed(kernel, item.number):
-                    kernel.files.read_into(partial_name(item.number), [(offset, view)])
-                    if crc32c(view) != checksums[item.number][index]:
-                        raise Damaged(f"{partial_name(item.number)} differs from its recorded checksum")
-                total += part
-            offset += total.nbytes
-            yield (i, j), total
-
-    write_tiles(work, group, 0, sums())
-    for item in items:
-        kernel.files.remove(partial_name(item.number))
-    return {"group": group, "seconds_write": time.perf_counter() - started}
-
-
-class _Repair(_Run):
-    """Some tiles of a finished group once more, with the same sums in the same order: the same bits."""
-
-    def __init__(self, work: Work, item: Item, array: int, tiles: list[tuple[int, int]], **listening: Any) -> None:
-        super().__init__(work, item, **listening)
-        rows, cols = [i for i, _ in tiles], [j for _, j in tiles]
-        self.group = Group(rows=(min(rows), max(rows) + 1), cols=(min(cols), max(cols) + 1))
-        self.tiles, self.array = tiles, array
-        self.checkpoints = NoCheckpoints()
-        self.found: list[np.ndarray] = []
-
-    def totals(self) -> tuple[list[np.ndarray], dict[str, Any]]:
-        """Sums of the tiles over this item's columns, none where they belong to another leaf; and what was read."""
-        totals, counts = self._compute()
-        if not self.kernel.leaves:
-            self._finish_leaf(0, totals)
-        return self.found, {**counts, **self.times}
-
-    def _finish_leaf(self, leaf: int, totals: list[Any]) -> None:
-        if leaf == self.array:
-            self.found = [np.array(self.engine.fetch(total)) for total in totals]
-
-
-def repair_tiles(
-    work: Work,
-    number: int,
-    tiles: list[tuple[int, int]],
-    listener: Listener = silent,
-    stop: Callable[[], bool] = lambda: False,
-) -> dict[str, Any]:
-    """Recompute some tiles of a finished group, and only those; the record of the others stays as it is."""
-    kernel, plan = work.kernel, work.kernel.plan
-    group, array = divmod(number, len(kernel.layouts))
-    totals: list[np.ndarray] = []
-    facts: dict[str, Any] = {}
-    # The number of threads decides about bits.
-    with blas_threads(_blas_threads(work)):
-        for item in (item for item in plan.items if item.group == group):
-            repair = _Repair(work, item, array, tiles, listener=listener, stop=stop)
-            found, counts = repair.totals()
-            facts = {key: facts.get(key, 0) + value for key, value in counts.items()}
-            # In item order, as they are added up when a group is finished.
-            if found and len(plan.splits) > 1 and not kernel.leaves:
-                totals = totals or [np.zeros_like(part) for part in found]
-                totals = [total + part for total, part in zip(totals, found, strict=True)]
-            else:
-                totals = found or totals
-    record = kernel.ledger.read("tiles", number)
-    for i, j in tiles:
-        # Should this attempt die while writing, the next one looks again.
-        kernel.mark(array, i, j)
-    files, off, _ = _write(work, array, zip(tiles, totals, strict=True))
-    off = None if off is None else max(off, record.get("diagonal_error") or 0.0)
-    kernel.ledger.record("tiles", number, {**record, "diagonal_error": off, "files": {**record["files"], **files}})
-    kernel.ledger.forget("suspect", number)
-    return {**facts, "tiles": len(tiles)}
-
-
-def _partial_checksums(kernel: Kernel, item: int, n_tiles: int) -> tuple[int, ...]:
-    """Checksums of an item's partial sums, one a tile."""
-    with _recomputed(kernel, item):
-        record = typed(PartialRecord, kernel.ledger.read("item", item))
-        if len(record.checksums) != n_tiles:
-            raise Damaged(f"the record of item {item} is about other tiles than its own")
-    return record.checksums
-
-
-@contextlib.contextmanager
-def _recomputed(kernel: Kernel, item: int) -> Iterator[None]:
-    """Make an item unfinished whose partial sums turn out to be damaged."""
-    try:
-        yield
-    except Damaged as error:
-        kernel.ledger.forget("item", item)
-        raise Damaged(f"{kernel.path}: {error}; run the same gram again to recompute this item") from error
-
-
-def _ranges(plan: GramPlan, group: Group) -> list[tuple[int, int, int]]:
-    """(side, first example, last example) to read for a group; side 0 is the rows' store, 1 the columns'."""
-    rows = plan.rows.examples(plan.tile, *group.rows)
-    cols = plan.cols.examples(plan.tile, *group.cols)
-    merged = merge_ranges(plan.rows, rows, plan.cols, cols, plan.symmetric)
-    return [(0 if plan.symmetric else n, a, b) for n, (_, a, b) in enumerate(merged)]
-
-
-class _Slabs:
-    """Slabs of a group's rows, the next one being read while the caller multiplies."""
-
-    def __init__(
-        self, rows: JacobianStore, cols: JacobianStore | None, plan: GramPlan, group: Group, dtype: np.dtype[Any]
-    ) -> None:
-        stores = (rows, cols or rows)
-        self.sources = [(stores[side], a, b) for side, a, b in _ranges(plan, group)]
-        width = min(plan.slab_columns, plan.n_columns)
-        self.buffers = [
-            [np.empty((b - a) * plan.n_outputs * width, dtype) for _, a, b in self.sources] for _ in range(2)
-        ]
-        self.n_outputs, self.n_columns = plan.n_outputs, plan.n_columns
-
-    def read(
-        self, slabs: list[tuple[int, int]]
-    ) -> Generator[tuple[tuple[int, int], list[np.ndarray], float], None, None]:
-        """Yield column range, one array `(n, K, w)` for each source, and the seconds waited for them."""
-        with ThreadPoolExecutor(1, "jacstore-slab") as pool:
-            pending = pool.submit(self._fill, slabs[0], 0) if slabs else None
-            for index, slab in enumerate(slabs):
-                started = time.perf_counter()
-                assert pending is not None
-                ready = pending.result()
-                waited = time.perf_counter() - started
-                if index + 1 < len(slabs):
-                    pending = pool.submit(self._fill, slabs[index + 1], (index + 1) % 2)
-                yield slab, ready, waited
-
-    def _fill(self, slab: tuple[int, int], turn: int) -> list[np.ndarray]:
-        filled = []
-        for (store, a, b), buffer in zip(self.sources, self.buffers[turn], strict=True):
-            width = slab[1] - slab[0]
-            view = buffer[: (b - a) * self.n_outputs * width].reshape(b - a, self.n_outputs, width)
-            if self.n_columns != store.n_columns:
-                # Where stores hold leaves by other terms, both sides are read as whole rows.
-                store.read_rows(a, b, *slab, view)
-            else:
-                store.read("rows", a, b, *slab, view)
-            filled.append(view)
-        return filled
-
-
-def column_starts(store: JacobianStore, plan: GramPlan) -> list[int]:
-    """First column of each leaf among those that slabs run over; -1 for a leaf that has none."""
-    if plan.n_columns == store.n_parameters:
-        return [leaf.offset for leaf in store.leaves]
-    return [leaf.dense.start if leaf.dense else -1 for leaf in store.leaves]
-
-
-def make_engine(
-    name: str, precision: str, stored: str, device_memory: int | None, threads: int | None = None
-) -> Engine:
-    if name == "blas":
-        return BlasEngine(precision, threads)
-    from jacstore.engine_xla import XlaEngine
-
-    return XlaEngine(precision, stored, device_memory)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 import jacstore
-from jacstore.item import Work, make_engine
+from jacstore.work import Work, make_engine
 
 
 def random_store(path: Path, rows: int, parameters: int, memory: str) -> jacstore.JacobianStore:

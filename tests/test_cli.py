@@ -423,7 +423,7 @@ def test_an_unexpected_error_is_one_line_with_its_type(finished, tmp_path, monke
     def broken(*_):
         raise ZeroDivisionError("by zero\nand more")
 
-    monkeypatch.setattr("jacstore.item._Run._add", broken)
+    monkeypatch.setattr("jacstore.item.ItemRun._add", broken)
     line = failed("gram", finished, "--out", tmp_path / "run.ntk")
     assert "ZeroDivisionError: by zero and more" in line and "in item 0" in line and "fault in jacstore" in line
     result = invoke("gram", finished, "--out", tmp_path / "run.ntk", "--debug")

@@ -17,7 +17,8 @@ from helpers_process import contents, invoke, write_target
 
 import jacstore
 import jacstore.files
-import jacstore.item
+import jacstore.finish
+import jacstore.repair
 from jacstore import Problem, StoreWriter, build, gram, verify
 from jacstore.bounds import product_bound, squares_bound
 from jacstore.eigenvalue_checks import lanczos
@@ -398,12 +399,12 @@ def test_the_diagonal_may_be_that_of_exact_norms(tmp_path):
 
 
 def test_gram_stops_at_a_tile_whose_diagonal_is_not_the_norms_and_names_it(stores, tmp_path, monkeypatch):
-    symmetrize = jacstore.item.symmetrize
+    symmetrize = jacstore.finish.symmetrize
     values = jacstore.open(stores / "mlp.ntk").array.compute(scheduler="synchronous")
     at = int(np.argmax(np.diag(values))) // 9
     limit = values.max() * 0.999
     monkeypatch.setattr(
-        jacstore.item, "symmetrize", lambda mode, tile: symmetrize(mode, tile) * (1 + 1e-4 * (tile.max() > limit))
+        jacstore.finish, "symmetrize", lambda mode, tile: symmetrize(mode, tile) * (1 + 1e-4 * (tile.max() > limit))
     )
     with pytest.raises(Damaged, match=rf"tile \({at}, {at}\): the diagonal at example \d, output \d"):
         gram(stores / "mlp.jac", None, tmp_path / "k", tile=3, memory=MEMORY)
@@ -588,8 +589,10 @@ def test_rows_that_are_nearly_parallel_make_no_false_alarm(tmp_path):
 
 def test_tiles_are_repaired_with_as_many_blas_threads_as_they_were_computed_with(stores, tmp_path, monkeypatch):
     # The number decides about bits: a tile of 325 rows came back with others, and its mirror was no mirror any more.
-    asked, limit = [], jacstore.item.blas_threads
-    monkeypatch.setattr(jacstore.item, "blas_threads", lambda count: (asked.append(count), limit(count))[1])
+    asked, limit = [], jacstore.repair.blas_threads
+    for module in ("item", "repair"):
+        patched = f"jacstore.{module}.blas_threads"
+        monkeypatch.setattr(patched, lambda count: (asked.append(count), limit(count))[1])
     store = make(tmp_path / "s", mlp(9), layout="factored")
     kernel = gram(store, None, tmp_path / "k", tile=4, memory=MEMORY)
     assert kernel.plan.resident and set(asked) == {1}
