@@ -94,9 +94,12 @@ class Folder:
         return path
 
     def about_to_create(self, name: str) -> Path:
-        """As `inside`, for metadata that Zarr writes."""
+        """As `inside`, for metadata that Zarr writes; it would wait for ever at a pipe."""
         before_step("create", name)
-        return self.inside(name)
+        path = self.inside(name)
+        if path.exists() and not path.is_file():
+            raise Refused(f"{path} is not a file; move it away, or give another folder (--out, out=)")
+        return path
 
     @contextlib.contextmanager
     def guard(self, name: str) -> Iterator[None]:
@@ -148,7 +151,7 @@ class Folder:
         for folder in folders:
             before_step("fsync folder", str(folder.relative_to(self.root)))
             try:
-                _sync_folder(folder)
+                sync_path(folder)
             except OSError as error:
                 raise explain(error, folder, 0) from error
 
@@ -167,7 +170,7 @@ class Folder:
             before_step("rename", name)
             os.replace(temporary, path)
             before_step("fsync renamed", name)
-            _sync_folder(path.parent)
+            sync_path(path.parent)
         except OSError as error:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
@@ -387,8 +390,9 @@ def _unreadable(error: OSError, path: Path) -> Refused:
     return Refused(f"{path} cannot be read ({error.strerror}); change its mode or owner")
 
 
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def sync_path(path: Path) -> None:
+    """Flush a file or folder; an error, and no waiting, where something else stands."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         os.fsync(descriptor)
     finally:

@@ -16,7 +16,7 @@ import zarr
 from zarr.codecs import BloscCodec, Crc32cCodec
 
 from jacstore.errors import Damaged, Refused
-from jacstore.files import Files, Folder, Memory, clear_folder, explain
+from jacstore.files import Files, Folder, Memory, clear_folder, explain, sync_path
 from jacstore.ledger import FOLDER, FORMAT_VERSION, Lock, read_json
 from jacstore.pieces import BLOSC_LEVELS, ArrayLayout
 from jacstore.plan import MAX_ITEMS
@@ -96,12 +96,8 @@ def _create_array(path: Path, layout: ArrayLayout) -> None:
 
 def _flush_metadata(root: Path) -> None:
     for path in [*root.rglob(ROOT), root]:
-        for target in (path, path.parent):
-            descriptor = os.open(target, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+        sync_path(path)
+        sync_path(path.parent)
 
 
 def read_attributes(files: Files, where: str) -> dict[str, Any]:

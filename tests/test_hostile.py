@@ -512,6 +512,25 @@ def test_the_wrong_thing_in_any_place_is_one_line_and_nothing_is_written_outside
     try_some(scene, place, data, made_up=False)
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["run.jac", "run.ntk"])
+def test_nothing_waits_at_a_pipe_in_the_place_of_metadata(name, scenes):
+    scene = scenes("dense")
+    found = [path.relative_to(scene.pristine) for path in (scene.pristine / name).rglob("zarr.json")]
+    assert len(found) >= 3
+    for path in found:
+        place = scene.fresh()
+        wrong_thing(place / path, "pipe", place)
+        words = ["gram", place / "run.jac", "--out", place / name, "--tile", 3]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(jacstore.target, "load_target", lambda text: PROBLEMS["dense"][0])
+            words = build_words("dense", place / name) if name == "run.jac" else words
+            code = command(place, *words, out=place / name, reads=place / "run.jac")
+            assert code == 2 or path.parent.name != name
+            # Begun anew, the pipe goes with all the rest.
+            assert command(place, *words, "--overwrite", out=place / name, reads=place / "run.jac") == 0
+
+
 @pytest.mark.parametrize("array", ["rows", "outputs", "ledger", "rows/c", "rows/c/1"])
 def test_nothing_is_written_through_a_link_that_leads_out(array, scenes):
     scene = scenes("dense")
