@@ -244,7 +244,8 @@ def mutate(data, pristine):
             # It went with an earlier change.
             continue
         if kind == "replace" and not isinstance(parent, str):
-            parent[key] = data.draw(st.sampled_from(NASTY), label="value")
+            # A copy: the next change may be inside it.
+            parent[key] = copy.deepcopy(data.draw(st.sampled_from(NASTY), label="value"))
         elif kind == "remove" and not isinstance(parent, str):
             del parent[key]
         elif kind == "double" and isinstance(parent, list):
