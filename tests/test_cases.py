@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers_errors import refusal
 from helpers_kill import Job, run_job
 from helpers_process import LATCHED, Command, contents, invoke, run_command, write_target
 
@@ -34,7 +35,7 @@ import jacstore.ledger
 import jacstore.schedule
 import jacstore.store_plan
 from jacstore import Problem, StoreWriter, build, gram
-from jacstore.errors import Damaged, Incomplete, Interrupted, Locked, Mismatch, NonFinite, ProbeFailed, Refused
+from jacstore.errors import Damaged, Incomplete, Interrupted, Locked, Mismatch, NonFinite, ProbeFailed
 from jacstore.machine import boot_id
 from jacstore.progress import SlabDone, UnitDone, Waiting
 from jacstore.testing import (
@@ -53,15 +54,6 @@ from jacstore.testing import (
 FLOAT32, FLOAT64 = TOLERANCE["float32"], TOLERANCE["float64"]
 # Rows, and factors wherever there are any; leaves as small as these stay rows unless factors are asked for.
 LAYOUTS = ("dense", "factored")
-
-
-def refusal(call, *given, error=Refused, **named):
-    """The text of a refusal, which is one line."""
-    with pytest.raises(error) as caught:
-        call(*given, **named)
-    text = str(caught.value)
-    assert text and "\n" not in text
-    return text
 
 
 def rows_of(store):

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import zarr
+from helpers_errors import refusal
 
 from jacstore.errors import ProbeFailed, Refused
 from jacstore.problem import Problem, precision_context, prepare
@@ -39,14 +40,6 @@ def params():
 
 def linear_problem(**changes):
     return Problem(**{"apply": linear, "params": params(), "inputs": X, **changes})
-
-
-def refusal(call, *given, error=Refused, **named):
-    with pytest.raises(error) as caught:
-        call(*given, **named)
-    text = str(caught.value)
-    assert "\n" not in text
-    return text
 
 
 def requested(**changes):

@@ -15,27 +15,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 from distributed import Client, LocalCluster
+from helpers_errors import refusal
 from helpers_process import SECONDS, contents, hold_reads, invoke
 
 import jacstore
 import jacstore.schedule
 import jacstore.store_plan
 from jacstore import StoreWriter, build, gram
-from jacstore.errors import Damaged, Incomplete, Interrupted, Locked, Mismatch, Refused
+from jacstore.errors import Damaged, Incomplete, Interrupted, Locked, Mismatch
 from jacstore.progress import ItemDone
 from jacstore.testing import TOLERANCE, Counting, dense_kernel, kernel_error, mlp
 
 N, K, P = 20, 3, 660
 FLOAT32 = TOLERANCE["float32"]
-
-
-def refusal(call, *given, error=Refused, **named):
-    """The text of a refusal, which is one line."""
-    with pytest.raises(error) as caught:
-        call(*given, **named)
-    text = str(caught.value)
-    assert text and "\n" not in text
-    return text
 
 
 def values(kernel):
