@@ -19,6 +19,8 @@ from jacstore.plan import PRODUCT_BYTES
 
 # Examples of a tile that a single thread multiplies: cutting it up would cost more than it gains.
 LEAST_SPLIT = 128
+# Rows of a symmetric product that BLAS takes whole; see the limit in factorization.py.
+SYRK_ROWS = 8192
 PRECISIONS = ("float64", "float32", "fast")
 
 
@@ -109,10 +111,16 @@ class BlasEngine:
     def _add_product(self, total: np.ndarray, left: np.ndarray, right: np.ndarray) -> None:
         if self._scratch.size < total.size:
             self._scratch = np.empty(total.size, self.slab_dtype)
-        product = self._scratch[: total.size].reshape(total.shape)
         # NumPy calls syrk when both operands are one array, and then the result is symmetric to the bit.
-        np.matmul(left, right.T, out=product)
-        np.add(total, product, out=total)
+        same = left.shape == right.shape and left.ctypes.data == right.ctypes.data
+        step = SYRK_ROWS if same else max(1, len(left))
+        for a in range(0, len(left), step):
+            # The lower half of a tile on the diagonal is the mirror of the upper one.
+            first = a if same else 0
+            part = total[a : a + step, first:]
+            product = self._scratch[: part.size].reshape(part.shape)
+            np.matmul(left[a : a + step], right[first:].T, out=product)
+            np.add(part, product, out=part)
 
     def load_factors(self, factors: FactorSet) -> FactorSet:
         return factors

@@ -9,11 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from scipy.linalg import lapack
+from scipy.linalg import blas, lapack
 
 from jacstore.errors import Refused
 
 PANEL = 512  # right-hand sides that are solved together
+# OpenBLAS up to 0.3.31 ends the process in a threaded potrf or syrk whose share of rows does not fit into its buffers,
+# on two cores beyond 15,000: LAPACK factorizes up to so many rows by itself, and blocks of larger matrices.
+LAPACK_ROWS = 8192
+BLOCK_ROWS, BLOCK_COLUMNS = 2048, 4096
 # The workspace of LAPACK's divide and conquer, 1 + 6 R + 2 R², leaves 32 bits beyond this many rows.
 LAPACK_32_BIT_ROWS = 32_766
 
@@ -169,23 +173,52 @@ def _checked(answer: tuple[np.ndarray, int]) -> np.ndarray:
 def bytes_needed(method: str, rows: int) -> int:
     """Bytes at the peak of a factorization of R rows, the kernel among them."""
     # numpy.linalg.eigh: the kernel, LAPACK's copy, 2 R² of workspace, and the vectors.
-    return {"cholesky": 1, "eigh": 5, "eigvalsh": 2, "kept": 1}[method] * 8 * rows * rows
+    copies = {"cholesky": 1, "eigh": 5, "eigvalsh": 2, "kept": 1}[method]
+    blocks = BLOCK_ROWS * (BLOCK_ROWS + BLOCK_COLUMNS) if method == "cholesky" and rows > LAPACK_ROWS else 0
+    return 8 * (copies * rows * rows + blocks)
 
 
 def cholesky(matrix: np.ndarray, alpha: float) -> tuple[np.ndarray, int]:
     """Factorize `matrix + alpha I` in place: the array, and the row (from 1) at which it failed; 0 if it did not.
+
+    Only the upper triangle counts. Large ones go block row by block row, left-looking: Golub, Van Loan, Matrix
+    Computations, 2013, section 4.2.
+    """
+    rows = len(matrix)
+    matrix[np.diag_indices(rows)] += alpha
+    if rows <= LAPACK_ROWS:
+        _, failed = _potrf(matrix)
+        return matrix, failed
+    for a in range(0, rows, BLOCK_ROWS):
+        b = min(a + BLOCK_ROWS, rows)
+        for c in range(a, rows, BLOCK_COLUMNS):
+            d = min(c + BLOCK_COLUMNS, rows)
+            matrix[a:b, c:d] -= matrix[:a, a:b].T @ matrix[:a, c:d]
+        corner = np.ascontiguousarray(matrix[a:b, a:b])
+        lower, failed = _potrf(corner)
+        matrix[a:b, a:b] = corner
+        if failed:
+            return matrix, a + failed
+        for c in range(b, rows, BLOCK_COLUMNS):
+            right = np.ascontiguousarray(matrix[a:b, c : c + BLOCK_COLUMNS])
+            solved = blas.dtrsm(1.0, lower, right.T, side=1, lower=1, trans_a=1, overwrite_b=1)
+            matrix[a:b, c : c + BLOCK_COLUMNS] = solved.T
+    return matrix, 0
+
+
+def _potrf(matrix: np.ndarray) -> tuple[np.ndarray, int]:
+    """Uᵀ in the order of LAPACK, sharing the memory of the C-ordered matrix, and the row at which it failed.
 
     Raises
     ------
     RuntimeError
         If LAPACK made a copy of the array: a fault.
     """
-    matrix[np.diag_indices(len(matrix))] += alpha
     # `clean` would zero the other triangle in a loop with 32-bit offsets.
-    factor, info = lapack.dpotrf(matrix.T, lower=1, clean=0, overwrite_a=1)
-    if not np.shares_memory(factor, matrix):
+    lower, failed = lapack.dpotrf(matrix.T, lower=1, clean=0, overwrite_a=1)
+    if not np.shares_memory(lower, matrix):
         raise RuntimeError("LAPACK copied the kernel instead of overwriting it")
-    return matrix, info
+    return lower, failed
 
 
 def refuse_32_bit(rows: int) -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from threadpoolctl import ThreadpoolController, threadpool_limits
 
 import jacstore
+import jacstore.engine
 from jacstore import StoreWriter
 from jacstore.blas_threads import blas_threads
 from jacstore.engine import BlasEngine, symmetrize
@@ -120,8 +121,10 @@ def test_columns_inside_a_slab_are_multiplied_alone(mode):
         assert error_of(engine.fetch(total), kept, kept, mode) <= 1e-14
 
 
+@pytest.mark.parametrize("syrk_rows", [13, 68, 10_000])
 @pytest.mark.parametrize("mode", ["full", "trace", "diagonal"])
-def test_a_diagonal_tile_is_symmetric_to_the_bit(mode):
+def test_a_diagonal_tile_is_symmetric_to_the_bit(mode, syrk_rows, monkeypatch):
+    monkeypatch.setattr(jacstore.engine, "SYRK_ROWS", syrk_rows)
     a, tile = random_rows(70, 2, 32), slice(2, 70)
     for engine in engines("float32"):
         found = streamed(engine, mode, a, a, [(0, 16), (16, 32)], tile, tile)

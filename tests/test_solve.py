@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import warnings
 from pathlib import Path
@@ -445,6 +446,32 @@ def test_rows_beyond_32_bits_are_refused_only_where_lapack_counts_in_them(monkey
         line = refused(call)
         assert "24 rows" in line and "32 bits" in line and 'method="cholesky"' in line
     assert KernelFactor(gram, 1.0).n_rows == 24
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 8, 24, 29])
+def test_large_kernels_are_factorized_block_by_block_like_small_ones(rows, monkeypatch):
+    # LAPACK itself ends the process beyond about 15,000 rows on two cores.
+    monkeypatch.setattr(jacstore.factorization, "LAPACK_ROWS", 4)
+    monkeypatch.setattr(jacstore.factorization, "BLOCK_ROWS", 4)
+    monkeypatch.setattr(jacstore.factorization, "BLOCK_COLUMNS", 6)
+    factors = np.random.default_rng(rows).normal(size=(rows, 40))
+    matrix = factors @ factors.T
+    upper, failed = jacstore.factorization.cholesky(matrix.copy(), 0.5)
+    assert not failed
+    assert error(np.triu(upper), np.linalg.cholesky(matrix + 0.5 * np.eye(rows)).T) < 1e-14
+    for bad in {0, rows // 2, rows - 1}:
+        spoiled = matrix.copy()
+        spoiled[bad, bad] = -1e6
+        assert jacstore.factorization.cholesky(spoiled, 0.5)[1] == bad + 1
+
+
+@pytest.mark.slow
+def test_sixteen_thousand_rows_are_factorized():
+    rows = 16_000
+    matrix = np.full((rows, rows), 1 / rows)
+    matrix[np.diag_indices(rows)] += 1
+    factor = KernelFactor(matrix, 1.0, memory="8GB")
+    assert factor.logdet() == pytest.approx((rows - 1) * math.log(2) + math.log(3), rel=1e-12)
 
 
 def test_a_singular_kernel_is_named_by_the_row_at_which_it_fails():
