@@ -93,7 +93,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     largest = parse_size(options.largest_kernel, "--largest-kernel") if options.largest_kernel else None
     options.largest = min(options.memory_bytes, largest or options.memory_bytes)
     if options.examples is None:
-        options.examples = min(MOST, math.isqrt(options.memory_bytes // 8) // OUTPUTS)
+        most = min(MOST, math.isqrt(options.memory_bytes // 8) // OUTPUTS)
+        fits = (n for n in range(most, 1, -1) if bytes_needed("cholesky", n * OUTPUTS) <= options.memory_bytes)
+        options.examples = next(fits, 1)
     if options.small:
         options.examples, options.test_examples = min(options.examples, 30), min(options.test_examples, 20)
         options.widths = [min(width, 30) for width in options.widths[:2]]
