@@ -24,6 +24,9 @@ from jacstore.errors import Damaged, Refused
 from jacstore.machine import format_size
 
 Buffer = bytes | bytearray | memoryview
+PAGE = 4096
+# Not everywhere can the page cache be passed by.
+DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 def _no_step(step: str, name: str) -> None:
@@ -40,7 +43,7 @@ class Files(Protocol):
     def bytes_read(self) -> int: ...
     @property
     def bytes_held(self) -> int: ...
-    def write(self, name: str, buffers: Iterable[Buffer]) -> int: ...
+    def write(self, name: str, buffers: Iterable[Buffer], cached: bool = True) -> int: ...
     def sync_folders(self, names: Iterable[str]) -> None: ...
     def publish(self, name: str, data: bytes) -> None: ...
     def read(self, name: str) -> bytes: ...
@@ -114,8 +117,12 @@ class Folder:
         finally:
             os.close(descriptor)
 
-    def write(self, name: str, buffers: Iterable[Buffer]) -> int:
-        """Write and flush one file from buffers that may be produced while it is written; return its size."""
+    def write(self, name: str, buffers: Iterable[Buffer], cached: bool = True) -> int:
+        """Write and flush one file from buffers that may be produced while it is written; return its size.
+
+        Without `cached` whole pages go to the disk directly where that is possible: the page cache is left to what is
+        still to be read, and nothing is copied.
+        """
         path = self.inside(name)
         size = 0
         before_step("write", name)
@@ -128,6 +135,8 @@ class Folder:
                 for buffer in buffers:
                     view = memoryview(buffer).cast("B")
                     size += len(view)
+                    if not cached:
+                        view = _write_pages(descriptor, view)
                     while len(view):
                         view = view[os.write(descriptor, view) :]
                 before_step("fsync", name)
@@ -306,7 +315,7 @@ class Memory:
         """Bytes in RAM."""
         return self._total if self.in_memory else 0
 
-    def write(self, name: str, buffers: Iterable[Buffer]) -> int:
+    def write(self, name: str, buffers: Iterable[Buffer], cached: bool = True) -> int:
         before_step("write", name)
         # Copied one by one: a generator may use its memory again for the next.
         data = b"".join(bytes(buffer) for buffer in buffers)
@@ -388,6 +397,25 @@ def clear_folder(path: Path, first: str) -> None:
 
 def _unreadable(error: OSError, path: Path) -> Refused:
     return Refused(f"{path} cannot be read ({error.strerror}); change its mode or owner")
+
+
+def _write_pages(descriptor: int, view: memoryview) -> memoryview:
+    """Write the whole pages of a buffer past the page cache; returns what is left, all of it where that cannot be."""
+    flags, whole = fcntl.fcntl(descriptor, fcntl.F_GETFL), len(view) // PAGE * PAGE
+    if not (DIRECT and whole):
+        return view
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | DIRECT)
+        while whole:
+            done = os.write(descriptor, view[:whole])
+            view, whole = view[done:], (whole - done) // PAGE * PAGE
+    except OSError as error:
+        # A file system without it, or a buffer or offset that is not at the beginning of a page.
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+    return view
 
 
 def sync_path(path: Path) -> None:

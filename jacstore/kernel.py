@@ -19,7 +19,7 @@ from jacstore.attributes import KernelAttributes, check_kernel
 from jacstore.errors import Damaged, Incomplete, Refused
 from jacstore.files import Files, Folder
 from jacstore.ledger import FORMAT_VERSION, Ledger, readable
-from jacstore.pieces import ArrayLayout, FileEncoder, FileRecord, check_file, decode, raw
+from jacstore.pieces import ArrayLayout, FileEncoder, FileRecord, check_file, decode, page_aligned, raw
 from jacstore.plan import GramPlan, block_shape
 from jacstore.schema import Open, short_hash, typed
 from jacstore.views import resolve
@@ -289,7 +289,7 @@ class Kernel:
             _copy(values, piece[tuple(slice(0, n) for n in values.shape)])
             encoder = FileEncoder(layout)
             name = layout.file_name(self._grid(*at))
-            self.files.write(name, encoder.encode(piece) + encoder.close())
+            self.files.write(name, encoder.encode(piece) + encoder.close(), cached=False)
             records[name] = encoder.record().to_list()
         return records
 
@@ -297,7 +297,7 @@ class Kernel:
         """Memory of this thread for one piece: fresh pages for every tile cost as much as writing it."""
         held: np.ndarray | None = getattr(self._scratch, "piece", None)
         if held is None or held.shape != layout.piece or held.dtype != layout.dtype:
-            held = self._scratch.piece = np.empty(layout.piece, layout.dtype)
+            held = self._scratch.piece = page_aligned(layout.piece, layout.dtype)
         return held
 
     def _grid(self, i: int, j: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from crc32c import crc32c
 from numcodecs.blosc import Blosc
 
 from jacstore.errors import Damaged
+from jacstore.files import PAGE
 
 CODECS = ("none", "lz4", "zstd")
 BLOSC_LEVELS = {"lz4": 5, "zstd": 1}
@@ -213,6 +214,14 @@ class FileEncoder:
 def raw(array: np.ndarray) -> memoryview:
     """The bytes of a contiguous array, not copied."""
     return array.reshape(-1).view(np.uint8).data
+
+
+def page_aligned(shape: Sequence[int], dtype: str) -> np.ndarray:
+    """An empty array that begins at a page, as what is written past the page cache has to."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.empty(size + PAGE, np.uint8)
+    start = -memory.ctypes.data % PAGE
+    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 def compress(piece: np.ndarray, codec: str) -> bytes | memoryview:

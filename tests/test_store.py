@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import gc
 import json
+import os
 import pickle
 import warnings
 from itertools import product
@@ -17,11 +20,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import jacstore
+import jacstore.files
 from jacstore import StoreWriter
 from jacstore.blocks import from_bfloat16, to_bfloat16
 from jacstore.errors import Damaged, Incomplete, Mismatch, NonFinite, Refused
-from jacstore.files import Folder, Memory
-from jacstore.pieces import CODECS, FileRecord
+from jacstore.files import PAGE, Folder, Memory
+from jacstore.pieces import CODECS, FileRecord, page_aligned, raw
 from jacstore.progress import UnitDone
 from jacstore.store import open_store
 
@@ -604,6 +608,38 @@ def test_a_buffer_may_be_used_again_for_the_next(place, tmp_path):
 
     files.write("x", buffers())
     assert files.read("x") == bytes([0, 0, 1, 1, 2, 2])
+
+
+@pytest.mark.parametrize("size", [0, 1, PAGE - 1, PAGE, 3 * PAGE + 17])
+@pytest.mark.parametrize("why_not", ["", "the file system", "the buffer", "short writes", "the machine"])
+def test_what_is_written_past_the_page_cache_is_there_to_the_byte(size, why_not, tmp_path, monkeypatch):
+    data = page_aligned((size + 1,), "uint8")
+    data[:] = np.random.default_rng(size).integers(0, 256, size + 1)
+    control, write = fcntl.fcntl, os.write
+
+    def refusing(descriptor, command, *flags):
+        if command == fcntl.F_SETFL and flags[0] & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "not here")
+        return control(descriptor, command, *flags)
+
+    if why_not == "the file system":
+        monkeypatch.setattr(fcntl, "fcntl", refusing)
+    elif why_not == "short writes":
+        monkeypatch.setattr(os, "write", lambda descriptor, view: write(descriptor, view[:PAGE]))
+    elif why_not == "the machine":
+        monkeypatch.setattr(jacstore.files, "DIRECT", 0)
+    body = data[1:] if why_not == "the buffer" else data[:size]
+    assert Folder(tmp_path).write("x", [raw(body), b"and what follows"], cached=False) == size + 16
+    assert (tmp_path / "x").read_bytes() == body.tobytes() + b"and what follows"
+
+
+def test_a_full_disk_is_one_past_the_page_cache_too(tmp_path, monkeypatch):
+    def full(descriptor, view):
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(Refused, match="disk full"):
+        Folder(tmp_path).write("x", [raw(page_aligned((PAGE,), "uint8"))], cached=False)
 
 
 def test_a_store_beyond_its_memory_moves_to_a_temporary_folder_that_goes_quietly_with_it():
