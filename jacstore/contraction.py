@@ -139,7 +139,7 @@ def _inside(p: Factored, q: Factored, left: Operands, right: Operands, group: in
         same = (a[:, None, :, None] == b[None, :, None, :]) & (a >= 0)[:, None, :, None]
         return same.astype(left[p.cotangents].dtype)
     if isinstance(p, Conv) and isinstance(q, Conv):
-        images, others = (_image_group(p, side[p.inputs], group, xp) for side in (left, right))
+        images, others = (_image_group(t, side[t.inputs], group, xp) for t, side in ((p, left), (q, right)))
         term = _unspread(p)
         pixels = _positions_first(_pixels_first(images), _pixels_first(others), xp)
         return _over_window(term, images.shape[1:-1], pixels, xp)

@@ -164,6 +164,18 @@ def gru(draw):
     return apply, params, normal(4, 5, 4)
 
 
+def tied_conv(draw):
+    """One filter used twice, so that products of rows pair unlike images."""
+
+    def layer(x, w):
+        return jax.lax.conv_general_dilated(x[None], w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))[0]
+
+    def apply(w, x):
+        return three(layer(jnp.tanh(layer(x, w)), w))
+
+    return apply, draw(3, 3, 16, 16), normal(4, 2, 2, 16)
+
+
 def conv(size, kernel, channels, *, stride=1, padding="SAME", dilation=1, spread=1, groups=1, pool=False):
     """A convolution with a bias; `size` is the image, `kernel` the window, channels in and out."""
     axes = "HWD"[: len(size)]
@@ -213,6 +225,7 @@ NETWORKS = {
     "conv, groups": (conv((4, 4), (3, 3), (8, 16), groups=2, stride=2), "dot conv"),
     "conv, pixels apart": (conv((2, 2), (3, 3), (8, 24), spread=2, padding=((2, 1), (1, 2))), "dot conv"),
     "conv 3-D": (conv((3, 2, 3), (2, 2, 2), (6, 16), stride=2), "dot conv"),
+    "conv, used twice": (tied_conv, "conv+conv"),
     "conv, early": (conv((12, 12), (3, 3), (2, 3)), "dense dense"),
 }
 
@@ -394,6 +407,25 @@ def test_the_device_pass_never_forms_the_product():
         passes = DevicePass(prepared, cut, stored_dtype="float32", budget=2**33, unit_size=8, batch_size=8)
         needed[layout] = passes.bytes_needed
     assert needed["dense"] > 8 * 512 * 2048 * 4 > 4 * (needed["auto"] - 512 * 2048 * 4)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_products_of_terms_are_those_of_the_rows_that_they_stand_for(name):
+    # Without the plan, which would choose to form the rows of small convolutions.
+    store = jacstore.build(tiny(name), None, dtype="float64", layout="factored")
+    rows = store.array.compute(scheduler="synchronous").reshape(store.n_examples, store.n_outputs, -1)
+    for leaf in store.leaves:
+        if not leaf.operands:
+            continue
+        ranges = (0, 2), (1, store.n_examples)
+        left, right = ({o: store.read_operand(o, a, b) for o in leaf.operands} for a, b in ranges)
+        one, other = (rows[a:b, :, leaf.offset : leaf.offset + leaf.size] for a, b in ranges)
+        full = np.einsum("ikp,jlp->ikjl", one, other)
+        limit = 1e-12 * np.abs(full).max()
+        np.testing.assert_allclose(products(leaf, left, right, "full"), full, atol=limit)
+        trace = np.einsum("ikjk->ij", full)
+        np.testing.assert_allclose(products(leaf, left, right, "trace")[:, 0, :, 0], trace, atol=4 * limit)
+        np.testing.assert_allclose(products(leaf, left, right, "diagonal"), np.einsum("ikjk->kij", full), atol=limit)
 
 
 def test_products_of_terms_are_those_of_numpy_and_jax_alike():
