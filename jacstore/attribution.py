@@ -15,6 +15,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import dask.array as da
@@ -91,7 +92,7 @@ def gradient_dot(
 
 def _dots(kernel: Any, rows: Any, columns: Any) -> da.Array:
     k = np.shape(rows)[-1] if np.ndim(rows) == 2 else 1
-    gram = Gram(kernel, None if isinstance(kernel, Kernel | str) else k)
+    gram = Gram(kernel, None if isinstance(kernel, Kernel | str | Path) else k)
     k = gram.n_outputs
     if gram.mode != "full":
         raise Refused(f"{gram.where} has mode {gram.mode}, which sums over outputs; assemble with --mode full (mode=)")

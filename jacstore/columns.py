@@ -58,7 +58,9 @@ class ParameterColumns:
         parts = {}
         for path, (shape, at) in self.paths.items():
             held = columns[at]
-            parts[path] = held.reshape(shape) if held.ndim == 1 else np.moveaxis(held.reshape(*shape, -1), -1, 0)
+            parts[path] = (
+                held.reshape(shape) if held.ndim == 1 else np.moveaxis(held.reshape(*shape, held.shape[1]), -1, 0)
+            )
         if like is None:
             return _nested(parts)
         from jacstore.pytrees import replaced

@@ -132,7 +132,7 @@ class CurvatureOperator(LinearOperator, ParameterColumns):
     def _matmat(self, x: np.ndarray) -> np.ndarray:
         product = self._programs.summed(self.kind, real(x))
         if self.alpha:
-            product += self.alpha * x
+            product += self.alpha * real(x).astype(np.float64, copy=False)
         return product
 
     def _adjoint(self) -> CurvatureOperator:
@@ -205,6 +205,8 @@ class _Programs:
     def jvp(self, x: np.ndarray) -> np.ndarray:
         """J x `(N * K, m)`."""
         m, k = x.shape[1], self.prepared.n_outputs
+        if not m:
+            return np.zeros((self.prepared.n_examples * k, 0))
         program = self._program("jvp", m)
         out = np.empty((self.prepared.n_examples, k, m))
         self._require_memory(out.nbytes + x.size * 8, m)
@@ -219,8 +221,10 @@ class _Programs:
     def summed(self, kind: str, x: np.ndarray) -> np.ndarray:
         """A sum over examples `(P, m)`: vjp with cotangents x `(N * K, m)`, gvp or hvp with columns x `(P, m)`."""
         m, k = x.shape[1], self.prepared.n_outputs
-        program = self._program(kind, m)
         width = max(at.stop for _, at in self.paths.values())
+        if not m:
+            return np.zeros((width, 0))
+        program = self._program(kind, m)
         self._require_memory(width * m * 16, m)
         total = np.zeros((m, width))
         cotangents = x.reshape(-1, k, m) if kind == "vjp" else None
@@ -302,8 +306,8 @@ class _Programs:
             return jax.vmap(push)(columns)
 
         def vjp(selected: Any, rest: Any, examples: Any, targets: Any, weights: Any, columns: Any) -> Any:
-            _, pull = jax.vjp(lambda moved: outputs(moved, rest, examples), selected)
-            return jax.vmap(lambda cotangent: pull(cotangent)[0])(columns)
+            found, pull = jax.vjp(lambda moved: outputs(moved, rest, examples), selected)
+            return jax.vmap(lambda cotangent: pull(cotangent.astype(found.dtype))[0])(columns)
 
         def losses(found: Any, targets: Any, weights: Any) -> Any:
             assert loss is not None

@@ -15,6 +15,7 @@ from typing import Any
 import dask.array as da
 import numpy as np
 
+from jacstore.described import DescribedArray
 from jacstore.errors import Refused
 from jacstore.kernel import Kernel, open_kernel
 from jacstore.machine import default_memory, format_size
@@ -93,6 +94,9 @@ class Gram:
         if not isinstance(self.n_outputs, int | np.integer) or self.n_outputs < 1:
             raise Refused(f"outputs={outputs}: must be an integer of at least 1")
         self.roundoff = STORED.get(array.dtype.name, STORED["float64"])
+        if isinstance(given, DescribedArray):
+            self.roundoff, self.exact_diagonal = given.roundoff, given.exact_diagonal
+            self.mode = "trace" if given.kernel_mode == "trace" else "full"
 
     @property
     def n_examples(self) -> int:
@@ -263,6 +267,8 @@ def as_columns(given: Any, rows: int, outputs: int, name: str) -> tuple[np.ndarr
     Refused
         If the shape does not belong to these rows, or if a number is not finite.
     """
+    if np.iscomplexobj(given):
+        raise Refused(f"{name} is complex; allowed are real numbers")
     array = np.asarray(given, np.float64)
     by_example = array.ndim > 1 and array.shape[:2] == (rows // outputs, outputs)
     if array.ndim == 0 or (array.shape[0] != rows and not by_example):

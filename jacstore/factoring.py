@@ -19,7 +19,8 @@ SHARES = (1e-2, 1e-4, 1e-6)
 
 def checked_alphas(alpha: Any, method: str) -> np.ndarray:
     """Alphas `(A,)`, checked; several of them only for method eigh."""
-    alphas = np.asarray(alpha, np.float64)
+    # A copy: what the caller does to theirs later is nothing to the factor.
+    alphas = np.array(alpha, np.float64)
     if alphas.ndim > 1 or alphas.size == 0 or not np.all((alphas > 0) & np.isfinite(alphas)):
         raise Refused(f"--alpha {alpha}: allowed are numbers above 0 (alpha=)")
     if alphas.ndim == 1 and method != "eigh":

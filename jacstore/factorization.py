@@ -218,6 +218,10 @@ def _potrf(matrix: np.ndarray) -> tuple[np.ndarray, int]:
     lower, failed = lapack.dpotrf(matrix.T, lower=1, clean=0, overwrite_a=1)
     if not np.shares_memory(lower, matrix):
         raise RuntimeError("LAPACK copied the kernel instead of overwriting it")
+    finite = np.isfinite(np.diagonal(matrix))
+    if not failed and not finite.all():
+        # OpenBLAS goes on with NaN as if nothing had happened.
+        failed = int(np.argmin(finite)) + 1
     return lower, failed
 
 

@@ -113,6 +113,8 @@ def sample_tests(
     values = factor.eigenvalues
     rounding = max(factor.error, len(values) * 2.0**-53 * float(values[-1]))
     kept = values > rounding
+    # Eigenvalues ascend; there cannot be more of them than parameters.
+    kept[: max(0, len(values) - z.shape[1])] = False
     lam, y = values[kept, None], factor.eigenvectors[:, kept].T @ projected
     squares = alpha * np.einsum("ij,ij->i", z, z, dtype=np.float64)
     standard = y * np.sqrt((lam + alpha) / lam)

@@ -108,7 +108,9 @@ def block_cg(
         raise Refused(f"tolerance={tolerance}, max_steps={max_steps}: allowed are 0 < tolerance < 1, max_steps >= 1")
     product, rows, k = _as_product(matrix, outputs)
     flat, columns = as_columns(y, rows, k, "y")
-    norms = np.linalg.norm(flat, axis=0)
+    # Scaled first: squares of very large or small numbers are infinite or zero.
+    largest = np.abs(flat).max(0)
+    norms = largest * np.linalg.norm(flat / np.where(largest > 0, largest, 1), axis=0)
     run = _Run(product=product, alpha=float(alpha), precondition=_as_precondition(preconditioner), max_steps=max_steps)
     value, residuals = np.zeros_like(flat), np.zeros_like(norms)
     reason, converged = "all right-hand sides are zero: so is the solution", True

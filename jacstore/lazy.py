@@ -11,6 +11,8 @@ import dask.array as da
 import numpy as np
 
 from jacstore import hierarchy
+from jacstore.bounds import ROUNDOFF
+from jacstore.described import described
 from jacstore.engine import BlasEngine, symmetrize
 from jacstore.errors import Mismatch, Refused
 from jacstore.expansion import expanded_slabs
@@ -54,7 +56,8 @@ def lazy_kernel(
     view = _ComputedKernel(rows, cols or rows, mode, precision or default_precision(rows, cols), tile)
     chunks = block_shape(mode, tile, tile, rows.n_outputs)
     name = f"jacstore-lazy-{short_hash([rows.identity(), (cols or rows).identity(), mode, tile, precision])}"
-    return da.from_array(view, chunks=chunks, name=name, asarray=False)
+    found = da.from_array(view, chunks=chunks, name=name, asarray=False)
+    return described(found, roundoff=ROUNDOFF[view.precision], exact_diagonal=False, mode=mode)
 
 
 class _ComputedKernel:

@@ -61,7 +61,8 @@ def likelihood_weights(likelihood: str, outputs: np.ndarray, all_outputs: bool) 
             'likelihood "softmax": the store holds outputs that are not finite, or none; write them with the rows '
             "(outputs=), or give weights of your own (weights=)"
         )
-    exponentials = np.exp(outputs - outputs.max(1, keepdims=True), dtype=np.float64)
+    outputs = outputs.astype(np.float64)
+    exponentials = np.exp(outputs - outputs.max(1, keepdims=True))
     return Weights("softmax", exponentials / exponentials.sum(1, keepdims=True))
 
 
@@ -80,7 +81,10 @@ def given_weights(given: Any, n_examples: int, n_outputs: int) -> Weights:
             f"weights: {values.dtype} of shape {values.shape}; allowed are real numbers of shape {(n * k,)}, {(n, k)} "
             f'or {(n, k, k)}, or "gaussian" or "softmax" (weights=)'
         )
-    values = values.astype(np.float64, copy=False)
+    # A copy: what the caller does to theirs later is nothing to the operator.
+    values = values.astype(np.float64)
+    if not np.isfinite(values).all():
+        raise Refused("weights: some are NaN or infinite; curvature is finite (weights=)")
     if values.shape == (n, k, k):
         if not np.allclose(values, values.transpose(0, 2, 1), rtol=1e-10, atol=0):
             raise Refused("weights: a block is not symmetric; curvature is; give (B + Bᵀ) / 2 (weights=)")

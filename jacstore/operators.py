@@ -288,7 +288,7 @@ class GGNOperator(LinearOperator):
     def _matmat(self, x: np.ndarray) -> np.ndarray:
         product = self.jacobian._curvature(x, self.weights)
         if self.alpha:
-            product += self.alpha * real(x)
+            product += self.alpha * real(x).astype(np.float64, copy=False)
         return product
 
     def _adjoint(self) -> GGNOperator:

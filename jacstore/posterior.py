@@ -152,6 +152,11 @@ class _Plan:
             raise Refused("--q and --error exclude each other: points follow from the error (q=, error=)")
         self.memory = default_memory(memory)
         self.store = as_store(store)
+        if self.store.nonfinite_examples:
+            raise Refused(
+                f"{self.store.path}: the rows of example {self.store.nonfinite_examples[0]} hold NaN or infinity, so "
+                "there is no posterior; leave such examples out of the store (--examples, examples=)"
+            )
         opened = open_kernel(str(kernel)) if isinstance(kernel, str | Path) else kernel
         rows, p = self.store.n_examples * self.store.n_outputs, self.store.n_parameters
         require_memory(16 * n * p, self.memory, f"{n:,} samples of {p:,} parameters", "draw fewer (--n, n=)")

@@ -50,14 +50,18 @@ def quadrature(smallest: float, largest: float, q: int | None = None, error: flo
     if isinstance(q, bool) or not isinstance(q, int | np.integer) or not 1 <= q <= LARGEST_Q:
         raise Refused(f"q={q}: allowed are 1 to {LARGEST_Q} quadrature points (q=)")
     ratio = smallest / largest
+    root = math.sqrt(ratio)
     # SciPy takes the parameter m = 1 - ratio; near 1 only its complement has digits.
     period = float(ellipkm1(ratio)) if ratio < 0.5 else float(ellipk(1 - ratio))
-    sn, cn, dn, _ = ellipj((np.arange(1, q + 1) - 0.5) * period / q, 1 - ratio)
+    at = (np.arange(1, q + 1) - 0.5) * period / q
+    # SciPy's functions lose their digits near the quarter period; there they are those of what is left to it.
+    near = at <= period / 2
+    sn, cn, dn, _ = ellipj(np.where(near, at, period - at), 1 - ratio)
     return Quadrature(
         smallest=smallest,
         largest=largest,
-        shifts=smallest * (sn / cn) ** 2,
-        weights=2 * period * math.sqrt(smallest) / (math.pi * q) * dn / cn**2,
+        shifts=np.where(near, smallest * (sn / cn) ** 2, largest * (cn / sn) ** 2),
+        weights=2 * period * math.sqrt(smallest) / (math.pi * q) * np.where(near, dn / cn**2, dn / sn**2 / root),
     )
 
 

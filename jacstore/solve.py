@@ -163,7 +163,7 @@ class KernelFactor:
 
     def diag_inv(self, blocks: bool = False) -> np.ndarray:
         """Diagonal of C `(R,)`, or with `blocks` its K x K blocks `(N, K, K)`."""
-        found = self._factor.inverse_blocks(self.n_outputs if blocks else 1)
+        found = self._factor.inverse_blocks(self.n_outputs if blocks else 1).copy()
         return self._out(found if blocks else found.reshape(len(found), -1))
 
     def leverage(self) -> np.ndarray:

@@ -16,7 +16,9 @@ import dask.array as da
 import numpy as np
 from scipy.special import softmax
 
-from jacstore.dense import Gram
+from jacstore.bounds import ROUNDOFF
+from jacstore.dense import PRODUCTS, Gram
+from jacstore.described import described
 from jacstore.errors import Refused
 from jacstore.kernel import Kernel, open_kernel
 
@@ -80,7 +82,8 @@ def weighted(kernel: Any, outputs: Any, likelihood: str = "softmax", sides: str 
     for axis, index in ((0, "ik"), (1, "jl")):
         part = da.from_array(stacked, chunks=(array.chunks[axis], k)) if axis in axes else None
         pairs += [part, index if part is not None else None]
-    return da.blockwise(_weigh, "ij", array, "ij", *pairs, concatenate=True, dtype=np.float64, meta=np.empty((0, 0)))
+    found = da.blockwise(_weigh, "ij", array, "ij", *pairs, concatenate=True, dtype=np.float64, meta=np.empty((0, 0)))
+    return described(found, roundoff=gram.roundoff, exact_diagonal=gram.exact_diagonal, mode="full")
 
 
 def with_precisions(kernel: Any, precisions: Mapping[str, float]) -> da.Array:
@@ -116,7 +119,9 @@ def with_precisions(kernel: Any, precisions: Mapping[str, float]) -> da.Array:
     if missing:
         raise Refused(f"precisions= names no precision of {', '.join(missing)}; every leaf needs one")
     arrays = kernel.leaf_arrays
-    return reduce(add, (arrays[path].astype(np.float64) / precisions[max(groups[path], key=len)] for path in groups))
+    found = reduce(add, (arrays[path].astype(np.float64) / precisions[max(groups[path], key=len)] for path in groups))
+    roundoff = max(ROUNDOFF[kernel.dtype.name], PRODUCTS[kernel.precision])
+    return described(found, roundoff=roundoff, exact_diagonal=kernel.exact_diagonal, mode=kernel.mode)
 
 
 def _within(path: str, group: str) -> bool:

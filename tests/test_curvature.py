@@ -159,3 +159,26 @@ def test_what_cannot_be_is_refused_in_one_line():
             call()
         assert "\n" not in str(caught.value)
     assert_close(jacstore.jacobian_operator(no_jvp).T @ np.ones(12), np.float32(no_jvp.inputs).sum(0), 1e-6)
+
+
+def test_no_columns_narrow_types_and_small_alphas_are_taken():
+    problem = jacstore.Problem(
+        apply=lambda p, x: jnp.tanh(x @ p), params=normal(3, 2).astype(jnp.bfloat16), inputs=normal(4, 3).astype("f4")
+    )
+    narrow = jacstore.Problem(
+        apply=lambda p, x: jnp.tanh(x.astype(jnp.bfloat16) @ p), params=problem.params, inputs=problem.inputs
+    )
+    jacobian = jacstore.jacobian_operator(narrow)
+    assert (jacobian @ np.zeros((6, 0))).shape == (8, 0) and (jacobian.T @ np.zeros((8, 0))).shape == (6, 0)
+    dense = jacobian @ np.eye(6)
+    assert np.linalg.norm(jacobian.T @ np.eye(8) - dense.T) <= 0.05 * np.linalg.norm(dense)
+    store = jacstore.build(problem, None)
+    ggn = jacstore.operator(store, precision="float64").ggn(alpha=1e-8)
+    plain = jacstore.operator(store, precision="float64").ggn()
+    ones = np.ones(6, np.float16)
+    assert ggn @ ones - plain @ ones == pytest.approx(np.full(6, 1e-8), rel=1e-3)
+    assert np.isfinite(jacstore.operator(store).ggn(alpha=1e6) @ ones).all()
+    params = {"e": np.zeros((0, 3)), "w": np.ones(3)}
+    empty = jacstore.Problem(apply=lambda p, x: jnp.stack([x @ p["w"], x[0]]), params=params, inputs=normal(4, 3))
+    tree = jacstore.operator(jacstore.build(empty, None)).unravel(np.ones((3, 2)))
+    assert tree["e"].shape == (2, 0, 3) and tree["w"].shape == (2, 3)

@@ -491,3 +491,33 @@ def test_the_command_writes_the_samples_that_python_returns(on_disk, tmp_path):
     assert json.loads(again.stdout)["passes"] == 0
     refused = invoke(*words[:-1], "8", "--out", str(out))
     assert refused.exit_code == 2 and "key: 9 -> 8" in refused.stderr
+
+
+def test_softmax_samples_of_a_float32_kernel_pass_and_its_rank_is_not_that_of_rounding():
+    draw = np.random.default_rng(3)
+    n, k, p = 60, 3, 24
+    store = store_of(draw.normal(size=(n, k, p)).astype(np.float32), draw.normal(size=(n, k)), dtype="float32")
+    kernel = jacstore.gram(store, None)
+    for likelihood in ("gaussian", "softmax"):
+        drawn = jacstore.sample(store, kernel, alpha=0.1, n=200, key=1, likelihood=likelihood, method="ggn")
+        found = jacstore.sample_tests(drawn, store, kernel, 0.1, likelihood=likelihood)
+        assert found.rank <= p and min(found.p_values.values()) > 1e-3
+
+
+@pytest.mark.parametrize("method", ["ggn", "cg", "perturb"])
+def test_a_store_with_nan_has_no_posterior(method):
+    rows = np.random.default_rng(0).normal(size=(4, 2, 6))
+    rows[2, 1, 3] = np.nan
+    options = {"unit_size": 4, "dtype": "float64", "codec": "none", "memory": "500MB", "allow_nonfinite": True}
+    with StoreWriter(None, {"w": (6,)}, 4, 2, **options) as writer:
+        writer.write_unit(0, {"w": rows})
+    with pytest.raises(Refused, match="example 2"):
+        jacstore.sample(writer.store, None, alpha=0.1, n=3, key=0, method=method)
+
+
+@pytest.mark.parametrize("condition", [1e9, 1e12, 1e16, 1e20])
+@pytest.mark.parametrize("wanted", [1e-4, 1e-8])
+def test_a_quadrature_keeps_its_digits_however_wide_the_spectrum(condition, wanted):
+    rule = quadrature(1.0, condition, error=wanted)
+    values = np.geomspace(1, condition, 2001)
+    assert np.abs(rule.inverse_root(values) * np.sqrt(values) - 1).max() <= 1.1 * wanted

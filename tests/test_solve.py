@@ -825,3 +825,44 @@ def test_a_gaussian_weight_changes_nothing_and_wrong_requests_are_refused(kernel
     assert "12 examples x 2" in refused(jacstore.weighted, kernels / "full-cross.ntk", outputs)
     assert "mode trace" in refused(jacstore.weighted, jacstore.open(kernels / "trace.ntk"), outputs)
     assert "finite numbers (N, K)" in refused(jacstore.weighted, kernel, outputs.ravel())
+
+
+def test_what_is_known_of_a_kernel_goes_with_what_is_made_of_it(tmp_path):
+    rows = np.random.default_rng(0).normal(size=(6, 2, 30)).astype(np.float32)
+    store = store_of(rows, dtype="float32")
+    kernel = jacstore.gram(store, None, exact_diagonal=True, by_leaf=True)
+    plain = jacstore.gram(store, None)
+    expected = KernelFactor(plain, 1.0).error
+    weighted = jacstore.weighted(plain, np.zeros((6, 2)), "gaussian")
+    for made in (weighted, jacstore.lazy_kernel(store), jacstore.with_precisions(kernel, {"w": 1.0})):
+        factor = KernelFactor(made, 1.0, outputs=2)
+        assert 0.3 * expected < factor.error < 3 * expected
+        with pytest.warns(UserWarning, match="below the kernel's error"):
+            KernelFactor(made, expected / 1e3, "eigh", outputs=2)
+    for made in (jacstore.with_precisions(kernel, {"w": 1.0}), jacstore.weighted(kernel, np.zeros((6, 2)), "gaussian")):
+        assert "diagonal" in refused(KernelFactor(made, 1.0, outputs=2).logdet_posterior, 30)
+
+
+def test_a_factor_shares_nothing_with_its_caller():
+    case, alphas = Case("wide", 1.0), np.array([0.1, 1.0])
+    factor, grid = case.factor("cholesky"), KernelFactor(case.gram, alphas, "eigh", outputs=2)
+    before, solved = factor.effective_dimension(), grid.solve(case.y)
+    for blocks in (False, True):
+        found = factor.diag_inv(blocks)
+        found[...] = 0
+    alphas[:] = 100
+    assert factor.effective_dimension() == before
+    np.testing.assert_array_equal(grid.solve(case.y), solved)
+
+
+def test_nan_fails_a_factorization_and_complex_targets_are_refused():
+    matrix = np.eye(12)
+    matrix[5, 5] = np.nan
+    assert jacstore.factorization.cholesky(matrix, 0.0)[1] == 6
+    case = Case("wide", 1.0)
+    assert "complex" in refused(case.factor("cholesky").solve, 1j * np.asarray(case.y))
+
+
+@pytest.mark.parametrize("size", [1e200, 1e-200])
+def test_right_hand_sides_of_any_size_are_solved(size):
+    assert block_cg(2 * np.eye(4), np.full(4, size), alpha=0.0).value == pytest.approx(np.full(4, size / 2))
