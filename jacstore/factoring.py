@@ -97,7 +97,10 @@ def describe_spectrum(
         raise Refused(f"--top {top}: must be an integer of at least 1 (top=)")
     values = spectrum(kernel, memory=memory)
     clipped = np.maximum(values, 0)
-    taken = [float(values[0]) * share for share in SHARES] if alphas is None else checked_alphas(alphas, "eigh")
+    largest = max(0.0, float(values[0]))
+    # A kernel of zeros has no share of its largest eigenvalue.
+    shares = [largest * share for share in SHARES] if largest else []
+    taken = shares if alphas is None else checked_alphas(alphas, "eigh")
     return {
         "kernel": kernel,
         "rows": len(values),

@@ -151,7 +151,7 @@ def by_eigenvectors(
 def by_lanczos(
     kernel: DualKernel, request: Request, y: np.ndarray, e: np.ndarray | None, stop: Callable[[], None]
 ) -> np.ndarray:
-    """The same by Lanczos on G, all columns sharing each product; a few at a time if their bases need it."""
+    """The same by Lanczos on G, all columns sharing each product; their bases are held beside the memory."""
     alpha = request.alpha
 
     def size(values: np.ndarray) -> np.ndarray:

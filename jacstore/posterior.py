@@ -88,7 +88,8 @@ def sample(
     out
         File for the samples, `FILE.npy`; a rerun continues after the last finished pass or returns what is there.
     memory
-        Bytes to allocate, such as "8GB"; half of what is available if not given.
+        Bytes to allocate, such as "8GB"; half of what is available if not given. Bases of lanczos (`8 R n` a step) and
+        directions of ciq-primal (`8 P n` a quadrature point) come on top.
     precision
         Type of the products with J, float32 or float64. Default as for `jacstore.operator`, but float64 for iterations
         without a kernel, which would gather rounding.

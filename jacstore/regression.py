@@ -125,7 +125,12 @@ class KernelRidge:
         return found + offset_like(f0, found.shape, "f0")
 
     def score(self, kernel: Any, y: Any, f0: Any = None) -> float:
-        """Coefficient of determination `1 - |y - f|² / |y - mean|²`, averaged over outputs."""
+        """Coefficient of determination `1 - |y - f|² / |y - mean|²`, averaged over outputs.
+
+        Of a constant output it is 1 where the prediction is exact and 0 where it is not, as in scikit-learn.
+        """
         target = np.asarray(y, np.float64)
         missed = np.square(target - self.predict(kernel, f0)).sum(0)
-        return float(np.mean(1 - missed / np.square(target - target.mean(0)).sum(0)))
+        spread = np.square(target - target.mean(0)).sum(0)
+        constant = np.where(missed > 0, 0.0, 1.0)
+        return float(np.mean(np.where(spread > 0, 1 - missed / np.where(spread > 0, spread, 1), constant)))

@@ -21,9 +21,10 @@ from sklearn.datasets import load_digits
 import jacstore
 import jacstore.factorization
 import jacstore.files
-from jacstore import KernelFactor, StoreWriter, block_cg
+from jacstore import KernelFactor, KernelRidge, StoreWriter, block_cg
 from jacstore.dense import Gram
 from jacstore.errors import Incomplete, Refused
+from jacstore.factoring import describe_spectrum
 from jacstore.testing import mlp
 
 K = 2
@@ -866,3 +867,12 @@ def test_nan_fails_a_factorization_and_complex_targets_are_refused():
 @pytest.mark.parametrize("size", [1e200, 1e-200])
 def test_right_hand_sides_of_any_size_are_solved(size):
     assert block_cg(2 * np.eye(4), np.full(4, size), alpha=0.0).value == pytest.approx(np.full(4, size / 2))
+
+
+def test_a_constant_output_and_a_kernel_of_zeros_are_no_division_by_zero(tmp_path):
+    model = KernelRidge(1e-9).fit(np.eye(3), np.array([[1.0, 2], [1, 3], [1, 4]]))
+    assert model.score(np.eye(3), np.array([[5.0, 2], [5, 3], [5, 4]])) == pytest.approx(0.5, abs=1e-6)
+    assert KernelRidge(1.0).fit(np.eye(2), np.zeros(2)).score(np.eye(2), np.zeros(2)) == 1.0
+    store = store_of(np.zeros((3, 1, 2)), tmp_path / "s")
+    jacstore.gram(store, None, tmp_path / "k")
+    assert describe_spectrum(str(tmp_path / "k"), 2, None, None)["effective_dimension"] == []
