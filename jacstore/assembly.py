@@ -210,6 +210,8 @@ class _Job:
             raise Refused(
                 "--exact-diagonal: a kernel between two stores has no diagonal; leave it out (exact_diagonal=)"
             )
+        if triangle and self.cols is not None:
+            raise Refused("--triangle: a kernel between two stores has no mirrored half; leave it out (triangle=)")
         self.precision = precision or default_precision(self.rows, self.cols)
         self.engine_name = self._choose_engine(engine)
         self.scheduler, self.workers, self.tile, self.by_leaf = scheduler, workers, tile, by_leaf

@@ -126,6 +126,8 @@ class Dataset:
 
 def numeric(leaf: Any, what: str) -> np.ndarray:
     """`leaf` as a NumPy array of a type that JAX takes, or Refused."""
+    if np.ma.isMaskedArray(leaf):
+        raise Refused(f"{what} is a masked array, whose mask would be lost; fill it; change inputs=")
     array = np.asarray(leaf)
     if not (jnp.issubdtype(array.dtype, np.number) or array.dtype == np.bool_):
         raise Refused(f"{what} is a {kind_of(leaf)} of type {array.dtype}; allowed are numbers; change inputs=")

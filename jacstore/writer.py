@@ -351,6 +351,8 @@ class StoreWriter:
         return arrays, factors
 
     def _checked(self, what: str, given: Any, wanted: tuple[int, ...], integers: bool = False) -> np.ndarray:
+        if np.ma.isMaskedArray(given):
+            raise Refused(f"{what} is a masked array, whose mask would be lost; fill it")
         array = np.asarray(given)
         if array.shape != wanted:
             raise Refused(f"{what} of shape {array.shape}, allowed is {wanted}")

@@ -668,3 +668,20 @@ def test_every_type_is_kept_to_the_bit_with_every_codec(dtype, codec, tmp_path):
     rows = rows_of()
     store = write(tmp_path / "s", rows, dtype=dtype, codec=codec)
     np.testing.assert_array_equal(computed(store.array), as_stored(rows, dtype).reshape(N * K, P))
+
+
+def test_masked_arrays_are_refused_since_their_mask_would_be_lost(tmp_path):
+    masked = np.ma.masked_array(np.ones((3, 2)), mask=np.eye(3, 2))
+    with pytest.raises(Refused, match="masked"):
+        jacstore.build(jacstore.Problem(apply=lambda p, x: x @ p, params=np.ones((2, 1)), inputs=masked), None)
+    with (
+        StoreWriter(None, {"w": (2,)}, 3, 1, unit_size=3, memory="10MB") as writer,
+        pytest.raises(Refused, match="masked"),
+    ):
+        writer.write_unit(0, {"w": masked[:, None]})
+
+
+def test_a_triangle_is_refused_between_two_stores():
+    first, second = (write(None, rows_of(seed=seed), memory="10MB") for seed in (0, 1))
+    with pytest.raises(Refused, match="--triangle"):
+        jacstore.gram(first, second, triangle=True)
