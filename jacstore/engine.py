@@ -5,8 +5,9 @@ Products are formed in the type of `precision`; sums over slabs are always float
 
 from __future__ import annotations
 
+import math
 import platform
-from collections.abc import Callable
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -82,6 +83,8 @@ class BlasEngine:
         self.slab_dtype = self.factor_dtype = np.dtype(precision)
         self._scratch = np.empty(0, self.slab_dtype)
         self._threads = threads or machine.cores()
+        self._pool = ThreadPoolExecutor(self._threads, "jacstore-product")
+        self._buffers = _Buffers()
 
     def zeros(self, shape: tuple[int, ...]) -> np.ndarray:
         return np.zeros(shape)
@@ -128,21 +131,19 @@ class BlasEngine:
     def add_factors(
         self, mode: str, total: np.ndarray, a: FactorSet, rows: slice, b: FactorSet, cols: slice
     ) -> np.ndarray:
-        """Blocks small enough for the cache, one a core: numbers are then multiplied one by one at full speed too."""
+        """Blocks that stay in the cache, one a core: numbers are then multiplied one by one at full speed too."""
         m, n = rows.stop - rows.start, cols.stop - cols.start
         if mode == "blocks":
             for part in a.own_parts(rows):
                 total += part
             return total
         same = a is b and rows == cols
-        block = a.block_examples(PRODUCT_BYTES // self.factor_dtype.itemsize)
-        down, along = _even(m, block), _even(n, block)
+        down, along = _cut(m, n, a.block(PRODUCT_BYTES // self.factor_dtype.itemsize), self._threads)
         jobs = [
             (slice(i, min(i + down, m)), slice(j, min(j + along, n)))
             for i in range(0, m, down)
-            for j in range(0, n, along)
             # The lower half of a tile on the diagonal is the mirror of the upper one.
-            if not same or j >= i
+            for j in range(i if same else 0, n, along)
         ]
 
         def one(job: tuple[slice, slice]) -> None:
@@ -150,10 +151,16 @@ class BlasEngine:
             left = slice(rows.start + i.start, rows.start + i.stop)
             right = slice(cols.start + j.start, cols.start + j.stop)
             target = block_view(mode, total, i, j, a.n_outputs)
-            for part in a.parts(mode, left, b, right):
+            for part in a.parts(mode, left, b, right, matmul=self._buffers.matmul):
                 target += part
 
-        _in_parallel(one, jobs, self._threads)
+        if len(jobs) < 2 or self._threads < 2:
+            # All BLAS threads for a single job.
+            for job in jobs:
+                one(job)
+        else:
+            with blas_threads(1):
+                list(self._pool.map(one, jobs))
         return total
 
     def fetch(self, total: np.ndarray) -> np.ndarray:
@@ -163,23 +170,34 @@ class BlasEngine:
         return total
 
 
-def _even(count: int, block: int) -> int:
-    """Examples a block: at most so many, and an even number of blocks, so that no thread is left over.
+class _Buffers(threading.local):
+    """Memory of each thread for the products of a block: fresh pages would cost a tenth of the arithmetic."""
 
-    It does not depend on the machine: bits do not change where a job is continued on another one.
+    def __init__(self) -> None:
+        self._held: dict[int, np.ndarray] = {}
+
+    def matmul(self, number: int, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        """`x @ y` in buffer `number` of this thread, which the next product into it overwrites."""
+        shape = (*x.shape[:-1], y.shape[-1])
+        held = self._held.get(number)
+        if held is None or held.size < math.prod(shape) or held.dtype != x.dtype:
+            held = self._held[number] = np.empty(math.prod(shape), x.dtype)
+        return np.matmul(x, y, out=held[: math.prod(shape)].reshape(shape))
+
+
+def _cut(m: int, n: int, block: tuple[int, int], threads: int) -> tuple[int, int]:
+    """Examples down and along of the blocks of a tile: about `block`, in an even number, no less than the threads.
+
+    As with the threads of BLAS, more of them cut rows and columns but no sum, so that the bits do not depend on them.
     """
-    return count if count <= min(block, LEAST_SPLIT) else -(-count // (2 * -(-count // (2 * block))))
-
-
-def _in_parallel(work: Callable[[Any], None], jobs: list[Any], threads: int) -> None:
-    """Run jobs on threads with a BLAS thread each; a single job gets all BLAS threads."""
-    if len(jobs) < 2 or threads < 2:
-        for job in jobs:
-            work(job)
-        return
-    with blas_threads(1), ThreadPoolExecutor(threads, "jacstore-product") as pool:
-        for _ in pool.map(work, jobs):
-            pass
+    down = m if m <= min(block[0], LEAST_SPLIT) else -(-m // (2 * -(-m // (2 * block[0]))))
+    along = -(-n // -(-n // block[1]))
+    while -(-m // down) * -(-n // along) < threads and max(down, along) > LEAST_SPLIT:
+        if along >= down:
+            along = -(-along // 2)
+        else:
+            down = -(-down // 2)
+    return down, along
 
 
 def symmetrize(mode: str, tile: np.ndarray) -> np.ndarray:

@@ -66,6 +66,17 @@ class FactorSet:
         side = math.isqrt(numbers)
         return max(1, side // (self.n_outputs * (self.positions if self.others else 1)))
 
+    def block(self, numbers: int) -> tuple[int, int]:
+        """Examples down and along of a block for a core's cache, whose products are about `numbers` numbers.
+
+        A lone position's products are plain matrix products: they are fastest, and summed fastest, in wide strips of
+        twice as many numbers.
+        """
+        if self.others:
+            return self.block_examples(numbers), self.block_examples(numbers)
+        side = self.block_examples(2 * numbers)
+        return max(1, side // 2), 2 * side
+
     def on_device(self, put: Callable[[np.ndarray], Any]) -> FactorSet:
         """The same factors where `put` brings arrays."""
         moved = copy.copy(self)
@@ -73,12 +84,24 @@ class FactorSet:
         moved.operands = {name: put(values) for name, values in self.operands.items()}
         return moved
 
-    def parts(self, mode: str, left: slice, other: FactorSet, right: slice, xp: Any = np) -> Iterator[Any]:
-        """Products of examples `left` with examples `right` of `other`, leaf by leaf, in the form of `block_view`."""
+    def parts(
+        self,
+        mode: str,
+        left: slice,
+        other: FactorSet,
+        right: slice,
+        xp: Any = np,
+        matmul: Callable[[int, Any, Any], Any] | None = None,
+    ) -> Iterator[Any]:
+        """Products of examples `left` with examples `right` of `other`, leaf by leaf, in the form of `block_view`.
+
+        `matmul` multiplies two matrices into buffer 0 or 1; what is yielded is then good until the next part.
+        """
+        matmul = matmul or (lambda _, x, y: xp.matmul(x, y))
         for (a, d), (b, e) in zip(self.simple, other.simple, strict=True):
-            along = _along(mode, d[left], e[right], xp)
+            along = _along(mode, d[left], e[right], matmul)
             if a is not None and b is not None:
-                inside = xp.matmul(a[left], b[right].T)
+                inside = matmul(1, a[left], b[right].T)
                 along *= inside[:, None, :, None] if along.ndim == 4 else inside
             yield along
         mine = {name: values[left] for name, values in self.operands.items()}
@@ -102,14 +125,14 @@ def _flat_outputs(cotangents: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(cotangents[:, :, 0, 0])
 
 
-def _along(mode: str, d: Any, e: Any, xp: Any) -> Any:
+def _along(mode: str, d: Any, e: Any, matmul: Callable[[int, Any, Any], Any]) -> Any:
     """Products of cotangents `(n, K, D)`: `(n, K, m, K)`, the trace `(n, m)`, or `(K, n, m)`."""
     (n, k, width), m = d.shape, len(e)
     if mode == "full":
-        return xp.matmul(d.reshape(n * k, width), e.reshape(m * k, width).T).reshape(n, k, m, k)
+        return matmul(0, d.reshape(n * k, width), e.reshape(m * k, width).T).reshape(n, k, m, k)
     if mode == "trace":
-        return xp.matmul(d.reshape(n, k * width), e.reshape(m, k * width).T)
-    return xp.matmul(d.transpose(1, 0, 2), e.transpose(1, 2, 0))
+        return matmul(0, d.reshape(n, k * width), e.reshape(m, k * width).T)
+    return matmul(0, d.transpose(1, 0, 2), e.transpose(1, 2, 0))
 
 
 def block_view(mode: str, total: np.ndarray, i: slice, j: slice, n_outputs: int) -> np.ndarray:

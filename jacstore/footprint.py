@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jacstore.plan import EXPANDED_BYTES, PRODUCT_BYTES, Group, Side, Step, block_shape, merge_ranges
 
 # Products of pairs of positions that are alive at once, on all cores and in all orders.
-PRODUCT_COPIES = 12
+PRODUCT_COPIES = 16
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ class Work:
     kernel: Kernel
     threads: int | None
     device_memory: int | None
-    # Factors that stay in memory from item to item of this process.
+    # What stays in memory from item to item of this process: engine, diagonal, factors.
     kept: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     # Accumulators of finished tiles, to be used again.
     spare: list[Any] = field(default_factory=list, compare=False, repr=False)
@@ -40,9 +40,14 @@ class Work:
         ), ()
 
     def engine(self) -> Engine:
-        resolved = self.kernel.resolved
-        stored = common_dtype(self.rows, self.cols)
-        return make_engine(resolved["engine"], resolved["precision"], stored, self.device_memory, self.threads)
+        """The engine of this process, with its threads and buffers."""
+        if "engine" not in self.kept:
+            resolved = self.kernel.resolved
+            stored = common_dtype(self.rows, self.cols)
+            made = make_engine(resolved["engine"], resolved["precision"], stored, self.device_memory, self.threads)
+            self.kept.setdefault("engine", made)
+        found: Engine = self.kept["engine"]
+        return found
 
     @property
     def diagonal(self) -> Diagonal | None:

@@ -19,10 +19,12 @@ import jacstore
 import jacstore.engine
 from jacstore import StoreWriter
 from jacstore.blas_threads import blas_threads
-from jacstore.engine import BlasEngine, symmetrize
+from jacstore.engine import LEAST_SPLIT, BlasEngine, _cut, symmetrize
 from jacstore.engine_xla import XlaEngine, resident_bytes
 from jacstore.errors import Mismatch, Refused
+from jacstore.factors import FactorSet
 from jacstore.plan import block_shape
+from jacstore.terms import Dot, Leaf
 
 quick = settings(max_examples=25, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 MODES = ("full", "trace", "diagonal", "blocks")
@@ -399,3 +401,48 @@ def test_limits_of_blas_threads_hold_whichever_thread_asks_and_leave_nothing_beh
         leave[1].set()
         slow.result()
     assert counts() == before
+
+
+def simple_factors(n, outputs=1, widths=((61, 40), (33, 10)), dtype="float32", seed=0):
+    """Factors of dense layers for n examples, and the rows that they stand for."""
+    rng = np.random.default_rng(seed)
+    operands, leaves, rows = {}, [], []
+    for number, (inside, outside) in enumerate(widths):
+        x = rng.standard_normal((n, 1, 1, inside)).astype(dtype)
+        d = rng.standard_normal((n, outputs, 1, 1, outside)).astype(dtype)
+        operands |= {f"x{number}": x, f"d{number}": d}
+        shape = (inside, outside)
+        term = Dot(inputs=f"x{number}", cotangents=f"d{number}", scale=1.0, views=())
+        leaves.append(Leaf(path=str(number), shape=shape, dtype=dtype, offset=0, terms=(term,)))
+        rows.append(np.einsum("ni,nko->nkio", x[:, 0, 0], d[:, :, 0, 0].astype(float)).reshape(n, outputs, -1))
+    return FactorSet(leaves, operands), np.concatenate(rows, -1)
+
+
+@pytest.mark.parametrize("mode", ["full", "trace", "diagonal"])
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_tiles_from_factors_have_the_same_bits_with_any_number_of_threads(mode, outputs):
+    n = 700
+    factors, rows = simple_factors(n, outputs)
+    expected = kernel_of(rows, rows, mode)
+    for one, other in ((slice(0, n), slice(0, n)), (slice(0, 333), slice(333, n))):
+        found = []
+        for threads in (1, 2, 3, 16):
+            total = np.zeros(block_shape(mode, one.stop - one.start, other.stop - other.start, outputs))
+            tile = BlasEngine("float32", threads).add_factors(mode, total, factors, one, factors, other)
+            found.append(symmetrize(mode, tile) if one == other else tile)
+        assert all(np.array_equal(found[0], tile) for tile in found)
+        if mode == "full":
+            a, b = (slice(s.start * outputs, s.stop * outputs) for s in (one, other))
+            want = expected[a, b]
+        else:
+            want = expected[..., one, other]
+        assert np.abs(found[0] - want).max() <= 1e-6 * expected.max()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5, 64])
+@pytest.mark.parametrize("size", [(1, 1), (100, 2000), (129, 130), (2000, 2000), (2000, 3), (4097, 511)])
+def test_a_tile_is_cut_into_no_fewer_blocks_than_threads_unless_they_would_be_small(threads, size):
+    (m, n), most = size, (500, 2000)
+    down, along = _cut(m, n, most, threads)
+    assert 1 <= down <= min(m, most[0]) and 1 <= along <= min(n, most[1])
+    assert -(-m // down) * -(-n // along) >= threads or max(down, along) <= LEAST_SPLIT
