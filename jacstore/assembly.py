@@ -137,9 +137,17 @@ def gram(
     return job.run(kernel, started, listener, stop or (lambda: False))
 
 
-def plan_for(store: JacobianStore | str | Path, other: Any = None, out: Any = None, **options: Any) -> dict[str, Any]:
-    """What `gram` would do, with timed products and reads; writes nothing. Options are those of `gram`."""
-    return _Job(store, other, out, **options).describe()
+def plan_for(
+    store: JacobianStore | str | Path, other: Any = None, out: Any = None, *, overwrite: bool = False, **options: Any
+) -> dict[str, Any]:
+    """What `gram` would do, with timed products and reads; writes nothing. Options are those of `gram`.
+
+    Raises
+    ------
+    Refused
+        As `gram` would, where a kernel of another request or a folder of others is at `out`.
+    """
+    return _Job(store, other, out, **options).describe(overwrite)
 
 
 def _accelerator_is_likely() -> bool:
@@ -212,6 +220,8 @@ class _Job:
             )
         if triangle and self.cols is not None:
             raise Refused("--triangle: a kernel between two stores has no mirrored half; leave it out (triangle=)")
+        if triangle and mode == "blocks":
+            raise Refused("--triangle: mode blocks holds nothing off the diagonal; leave it out (triangle=)")
         self.precision = precision or default_precision(self.rows, self.cols)
         self.engine_name = self._choose_engine(engine)
         self.scheduler, self.workers, self.tile, self.by_leaf = scheduler, workers, tile, by_leaf
@@ -302,15 +312,21 @@ class _Job:
         with hierarchy.creating(files, self.out, KNOWN, overwrite, listener):
             if files.size(hierarchy.ROOT) is None:
                 self._create(files)
-            kernel = Kernel(files, self.out)
-            compare_requested(self.out, kernel.requested, self.requested)
-            require_plan_of(kernel, self.rows, self.cols)
+            kernel = self._opened(files)
         allowed = self.memory * self.part[1]
         if kernel.plan.memory_bytes > max(allowed, 1) and not kernel.complete:
             raise Refused(
                 f"--memory {self.memory:,}: {self.out} was begun with a plan that takes "
                 f"{kernel.plan.memory_bytes:,} bytes; give at least that (memory=) or start anew with --overwrite"
             )
+        return kernel
+
+    def _opened(self, files: Files) -> Kernel:
+        """The kernel that was begun, if it is the one that is asked for; tiles that nobody asks for are its own."""
+        kernel = Kernel(files, self.out)
+        tile = kernel.requested.get("tile") if self.tile is None else self.tile
+        compare_requested(self.out, kernel.requested, self.requested | {"tile": tile})
+        require_plan_of(kernel, self.rows, self.cols)
         return kernel
 
     def _create(self, files: Files) -> None:
@@ -392,6 +408,7 @@ class _Job:
             "kernel": kernel.path,
             "rows": kernel.shape[-2],
             "columns": kernel.shape[-1],
+            "shape": list(kernel.shape),
             "mode": kernel.mode,
             "tiles_total": plan.tiles_total * len(kernel.layouts),
             "tiles_computed": tiles_computed,
@@ -457,9 +474,11 @@ class _Job:
                     results.append(finish_group(work, group))
         return results
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self, overwrite: bool) -> dict[str, Any]:
         """The plan as numbers, with expected seconds from a timed product and a timed read."""
-        plan = self.plan()
+        files = None if overwrite else hierarchy.begun(self.out, self.memory, KNOWN)
+        begun = None if files is None else self._opened(files)
+        plan = self.plan() if begun is None else begun.plan
         speed, read_speed = self._measured_speeds(plan)
         leaves = [leaf.path for leaf in self.rows.leaves] if self.by_leaf else []
         size = expected_bytes(plan, leaves, np.dtype(self.dtype).itemsize, self.triangle)
@@ -483,6 +502,8 @@ class _Job:
             "flops": plan.flops,
             "memory": plan.memory_bytes,
             "items_total": len(plan.items),
+            "begun": begun is not None,
+            "tiles_done": 0 if begun is None else tiles_done(begun),
             "tiles_total": plan.tiles_total * max(1, len(leaves)),
             "tile": plan.tile,
             "slab_columns": plan.slab_columns,

@@ -208,7 +208,7 @@ def top_examples(scores: Any, k: int, largest: bool = True) -> Top:
         `(M, N)`, such as `gradient_dot` gives; a lazy array is never whole in memory.
     """
     array = da.asarray(scores)
-    if array.ndim != 2 or isinstance(k, bool) or not 1 <= k <= array.shape[1]:
+    if array.ndim != 2 or not isinstance(k, int | np.integer) or isinstance(k, bool) or not 1 <= k <= array.shape[1]:
         raise Refused(f"k={k} of scores of shape {array.shape}; allowed are scores (M, N) and 1 <= k <= N")
     signed = k if largest else -k
     indices, values = compute(da.argtopk(array, signed, axis=1), da.topk(array, signed, axis=1))

@@ -36,7 +36,7 @@ from jacstore.store import JacobianStore, leaf_table
 from jacstore.store_plan import StorePlan, plan_store
 from jacstore.trace import cut_before_products
 from jacstore.unit import Unit, refuse_other_inputs
-from jacstore.writer import StoreWriter, factor_bytes, refuse_small_disk
+from jacstore.writer import ARRAYS, StoreWriter, factor_bytes, refuse_small_disk, request_of, require_same
 
 LAYOUTS = ("auto", "dense", "factored")
 READ_AHEAD = 2
@@ -161,9 +161,17 @@ def build(
     return store
 
 
-def plan_build(problem: Problem, out: str | Path | None = None, **options: Any) -> dict[str, Any]:
-    """What `build` would do, with a timed batch; writes nothing. Options are those of `build`."""
-    return _Job(problem, out, _Options(**options)).describe()
+def plan_build(
+    problem: Problem, out: str | Path | None = None, *, overwrite: bool = False, **options: Any
+) -> dict[str, Any]:
+    """What `build` would do, with a timed batch; writes nothing. Options are those of `build`.
+
+    Raises
+    ------
+    Refused
+        As `build` would, where a store of another request or a folder of others is at `out`.
+    """
+    return _Job(problem, out, _Options(**options)).describe(overwrite)
 
 
 class _Options:
@@ -401,8 +409,21 @@ class _Job:
             seconds.append(time.perf_counter() - began)
         return sorted(seconds)[1] / count
 
-    def describe(self) -> dict[str, Any]:
+    def begun(self) -> JacobianStore | None:
+        """The store that a build would continue, if there is one and it may."""
+        files = hierarchy.begun(self.out, self.memory, ARRAYS)
+        if files is None:
+            return None
+        store, prepared = JacobianStore(files, self.out), self.prepared
+        wanted = request_of(self.leaves, prepared.n_examples, prepared.n_outputs, self.options.dtype, self.requested)
+        require_same(store, wanted, self.leaves, self.options.unit_size)
+        return store
+
+    def describe(self, overwrite: bool) -> dict[str, Any]:
         """The plan as numbers, and whether storing pays against recomputing blocks of rows."""
+        found = None if overwrite else self.begun()
+        if found is not None:
+            self.options.unit_size, self.options.codec = found.unit_size, found.resolved["codec"]
         plan, codec = self.propose(DISK_SPEED)
         each = self.seconds_per_example()
         n, row_bytes = plan.n_examples, plan.bytes_stored
@@ -423,6 +444,8 @@ class _Job:
             "bytes_to_store": row_bytes,
             "bytes_free": machine.free_disk(self.out) if self.out != "memory://" else self.memory,
             "bytes_dense": n * plan.n_outputs * sum(leaf.size for leaf in self.leaves) * 4,
+            "begun": found is not None,
+            "units_done": 0 if found is None else len(found.ledger.done("unit")),
             "units_total": plan.n_units,
             "unit_size": plan.unit_size,
             "batch_size": self.device_pass.batch_size if self.device_pass else 0,

@@ -59,8 +59,7 @@ def build(shared: Shared, target: str, out: str, dry_run: bool, **options: Any) 
 
         problem = jacstore.load_target(target)
         if dry_run:
-            overwrite, allow = options.pop("overwrite"), options.pop("allow_nonfinite")
-            del overwrite, allow
+            del options["allow_nonfinite"]
             return plan_build(problem, out, **options)
         return jacstore.build(problem, out, listener=lines, stop=stop, **options).report
 
@@ -95,7 +94,6 @@ def gram(shared: Shared, store: str, other: str | None, out: str, dry_run: bool,
         from jacstore import assembly
 
         if dry_run:
-            del options["overwrite"]
             return assembly.plan_for(store, other, out, **options)
         return assembly.gram(store, other, out, listener=lines, stop=stop, **options).report
 
@@ -166,6 +164,9 @@ def verify(
 @click.option("--out", required=True, metavar="FILE", help="The .npy file of predictions to write.")
 @click.option(
     "--from-network", is_flag=True, help="Fit what the stored outputs leave of the targets, and add outputs again."
+)
+@click.option(
+    "--keep/--no-keep", default=True, help="Keep the factorization in the folder of KERNEL for next time, or not."
 )
 @click.option("--memory", metavar="SIZE", help="Memory to use, such as 8GB. [default: half of what is available]")
 @common

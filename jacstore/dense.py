@@ -163,7 +163,9 @@ class Gram:
         for start in range(0, len(whole), SQUARE):
             finite = np.isfinite(whole[start : start + SQUARE]).all(1)
             if not finite.all():
-                row = start + int(np.argmin(finite))
+                # Rows of one example put NaN into a column of all others; its own place on the diagonal names it.
+                own = np.isfinite(np.diagonal(whole))
+                row = start + int(np.argmin(finite)) if own.all() else int(np.argmin(own))
                 raise Refused(
                     f"{self.where} holds NaN or infinity in row {row} ({self.name_row(row)}); build without "
                     "--allow-nonfinite, or leave such examples out"

@@ -66,8 +66,11 @@ def gradient_flow(
     f0_cross, y_cross
         First outputs of the others, 0 if not given, and targets to compare with.
     """
-    t = np.asarray(times, np.float64)
-    if t.ndim != 1 or not np.all((t >= 0) & np.isfinite(t)):
+    try:
+        t = np.asarray(times, np.float64)
+    except (TypeError, ValueError):
+        t = np.array([])
+    if t.ndim != 1 or not t.size or not np.all((t >= 0) & np.isfinite(t)):
         raise Refused(f"times={times}: allowed are finite numbers (T,) of at least 0")
     target = np.asarray(y, np.float64)
     first = offset_like(f0, target.shape, "f0")

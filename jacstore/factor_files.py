@@ -94,7 +94,7 @@ class Kept:
             why = f"its disk has {format_size(free)} free" if needed > free else "its folder cannot be written"
             raise Refused(
                 f"{self.kernel.path}: the factorization that is kept beside it takes {format_size(needed)}, {why}; "
-                "give keep=False, which computes it each time"
+                "give --no-keep (keep=False), which computes it each time"
             )
 
     def load(self) -> list[np.ndarray] | None:

@@ -20,7 +20,10 @@ SHARES = (1e-2, 1e-4, 1e-6)
 def checked_alphas(alpha: Any, method: str) -> np.ndarray:
     """Alphas `(A,)`, checked; several of them only for method eigh."""
     # A copy: what the caller does to theirs later is nothing to the factor.
-    alphas = np.array(alpha, np.float64)
+    try:
+        alphas = np.array(alpha, np.float64)
+    except (TypeError, ValueError):
+        alphas = np.array([])
     if alphas.ndim > 1 or alphas.size == 0 or not np.all((alphas > 0) & np.isfinite(alphas)):
         raise Refused(f"--alpha {alpha}: allowed are numbers above 0 (alpha=)")
     if alphas.ndim == 1 and method != "eigh":

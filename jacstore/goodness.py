@@ -107,6 +107,10 @@ def sample_tests(
     z = np.asarray(samples)
     if z.ndim != 2 or z.shape[1] != jacobian.shape[1] or not len(z):
         raise Refused(f"samples of shape {z.shape}; allowed is (n, {jacobian.shape[1]})")
+    if z.dtype.kind not in "fiu" or not np.isfinite(z).all():
+        raise Refused(f"samples of type {z.dtype}, or NaN or infinity among them; allowed are finite real numbers")
+    if np.ndim(alpha) or not 0 < float(alpha) < np.inf:
+        raise Refused(f"alpha={alpha}: allowed is a number above 0")
     weighted = WeightedJacobian(jacobian, likelihood)
     factor = DualKernel(weighted, opened, budget).factor(alpha, "eigh")
     projected = weighted.times(z.T)

@@ -148,7 +148,8 @@ def creating(files: Files, where: str, known: Sequence[str], overwrite: bool, li
     try:
         if overwrite and files.root.exists():
             _clear(files, where, known, listener)
-        _refuse_foreign(files, where, known)
+        for name in _refuse_foreign(files, where, known):
+            files.remove(name)
         files.inside(f"{FOLDER}/.creating").parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Refused(f"{where} cannot be written ({error.strerror}); give another folder (--out, out=)") from error
@@ -156,18 +157,33 @@ def creating(files: Files, where: str, known: Sequence[str], overwrite: bool, li
         yield
 
 
-def _refuse_foreign(files: Folder, where: str, known: Sequence[str]) -> None:
+def begun(out: str | Path | None, memory: int, known: Sequence[str]) -> Folder | None:
+    """What a run would continue, looked at without writing; None where it would begin.
+
+    Raises
+    ------
+    Refused
+        If the folder holds anything that jacstore did not make.
+    """
+    files = place(out, memory)
+    if not isinstance(files, Folder):
+        return None
+    _refuse_foreign(files, str(out), known)
+    return None if files.size(ROOT) is None else files
+
+
+def _refuse_foreign(files: Folder, where: str, known: Sequence[str]) -> set[str]:
+    """Refuse a folder of others; returns what a kill at the last moment of a creation left, Zarr's temporary file."""
+    dead: set[str] = set()
     if files.root.is_dir():
         names = {entry.name for entry in os.scandir(files.root)}
-        # Zarr's temporary file is what a kill at the last moment of a creation leaves.
         dead = {name for name in names if name.startswith("zarr.") and name.endswith(".partial")}
         foreign = sorted(names - dead - {*known, FOLDER, ROOT})
-        for name in () if foreign else dead:
-            files.remove(name)
         if foreign:
             raise Refused(f"{where} holds {foreign[0]!r}, which is not jacstore's; give another folder (--out, out=)")
     elif files.root.exists():
         raise Refused(f"{where} is a file; give a folder that is new or empty (--out, out=)")
+    return dead
 
 
 def _clear(files: Folder, where: str, known: Sequence[str], listener: Listener) -> None:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jacstore.blame import one_line
 from jacstore.bounds import NORM_RUN
 from jacstore.contraction import squared_norms
 from jacstore.devices import device
@@ -135,7 +136,13 @@ class DevicePass:
         wanted = first + jnp.arange(self.output_batch)
         # Cotangents beyond the last output are zero; their rows are dropped on the host.
         cotangents = (wanted[:, None] == jnp.arange(n_outputs)).astype(self.cut.cotangent_dtype)
-        outputs, factors, rows = jax.vmap(lambda example: self.cut(selected, rest, example, cotangents))(examples)
+        try:
+            outputs, factors, rows = jax.vmap(lambda example: self.cut(selected, rest, example, cotangents))(examples)
+        except NotImplementedError as error:
+            raise Refused(
+                f"apply cannot be computed for a batch of examples: {one_line(error)}; change apply=, or give its "
+                "callbacks a vmap_method"
+            ) from error
         plain, norms = iter(rows), []
         for leaf in self.cut.leaves:
             if leaf.dense:

@@ -217,14 +217,18 @@ class Kernel:
         n, m, k = self.plan.rows.n_examples, self.plan.cols.n_examples, self.plan.n_outputs
         return self.array.reshape(n, k, m, k).transpose(0, 2, 1, 3)
 
+    @property
+    def store_paths(self) -> list[str]:
+        """Where the stores should be, seen from here; a kernel knows them by their place beside it."""
+        return [one if one == "memory://" else os.path.normpath(os.path.join(self.path, one)) for one in self.stores]
+
     def require_complete(self) -> None:
         """Refuse to go on with a kernel that is not finished."""
         missing = self.n_records - len(self.ledger.done("tiles"))
         if missing:
-            stores = [os.path.normpath(os.path.join(self.path, store)) for store in self.stores]
             raise Incomplete(
                 f"{self.path} is incomplete: {missing} group(s) of tiles missing; complete it by running the same "
-                f"gram again: jacstore gram {' '.join(stores)} --out {self.path}"
+                f"gram again: jacstore gram {' '.join(self.store_paths)} --out {self.path}"
             )
 
     def info(self) -> dict[str, Any]:
@@ -233,7 +237,7 @@ class Kernel:
         records, damaged = readable(self.record, self.ledger.done("tiles"))
         return {
             "kernel": self.path,
-            "stores": self.stores,
+            "stores": self.store_paths,
             "mode": self.mode,
             "rows": self.shape[-2],
             "columns": self.shape[-1],

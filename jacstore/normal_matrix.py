@@ -85,8 +85,8 @@ def ggn(
     """
     jacobian = JacobianOperator(as_store(store), memory, leaves, examples, precision)
     alpha = real_number(alpha, "alpha")
-    plan = _plan(jacobian)
     weights = jacobian.weights(likelihood)
+    plan = _plan(jacobian, weights)
     requested = {
         "store": jacobian.store.identity(),
         "likelihood": likelihood if isinstance(likelihood, str) else _hash(np.asarray(likelihood)),
@@ -117,13 +117,14 @@ class _Plan:
     ahead: bool
 
 
-def _plan(jacobian: JacobianOperator) -> _Plan:
+def _plan(jacobian: JacobianOperator, weights: Weights) -> _Plan:
     p, k, item = jacobian.shape[1], jacobian.store.n_outputs, jacobian.products.itemsize
     unit = jacobian.store.unit_size
     read = sum(panel.numbers for panel in jacobian.panels) * item * unit
     room = jacobian.room(8 * p * p + item * p * min(p, COLUMNS))
-    # Rows, their products with Λ, and one leaf's rows while they are formed.
-    row_bytes = 3 * item * p * k
+    # Rows, their products with Λ, and one leaf's rows while they are formed; Λ that is not the identity is applied in
+    # float64, with a term of as many numbers beside it.
+    row_bytes = (3 * item if weights.values is None else 2 * item + 16) * p * k
     if row_bytes + read > room:
         needed = jacobian.memory - room + row_bytes + read
         raise Refused(

@@ -17,7 +17,7 @@ from scipy.sparse.linalg import LinearOperator
 from jacstore import machine
 from jacstore.columns import ParameterColumns
 from jacstore.errors import Mismatch, Refused
-from jacstore.kernel import Kernel
+from jacstore.kernel import Kernel, open_kernel
 from jacstore.lazy import as_store, default_precision
 from jacstore.likelihoods import Weights, given_weights, likelihood_weights
 from jacstore.machine import format_size
@@ -223,8 +223,8 @@ class JacobianOperator(LinearOperator, ParameterColumns):
 
     # --------------------------------------------------------------------------------------- other operators
 
-    def gram(self, kernel: Kernel | None = None) -> GramOperator:
-        """J Jᵀ `(R, R)`: two passes a product, or none with the stored kernel of the same store."""
+    def gram(self, kernel: Kernel | str | Path | None = None) -> GramOperator:
+        """J Jᵀ `(R, R)`: two passes a product, or none with the stored kernel of the same store, or its path."""
         return GramOperator(self, kernel)
 
     def ggn(self, weights: Any = None, alpha: float = 0.0) -> GGNOperator:
@@ -252,7 +252,8 @@ class JacobianOperator(LinearOperator, ParameterColumns):
 class GramOperator(LinearOperator):
     """J Jᵀ `(R, R)`; see `JacobianOperator.gram`."""
 
-    def __init__(self, jacobian: JacobianOperator, kernel: Kernel | None = None) -> None:
+    def __init__(self, jacobian: JacobianOperator, given: Kernel | str | Path | None = None) -> None:
+        kernel = open_kernel(str(given)) if isinstance(given, str | Path) else given
         self.jacobian, self.kernel = jacobian, kernel
         if kernel is not None:
             _refuse_other_kernel(jacobian, kernel)

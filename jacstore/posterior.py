@@ -25,6 +25,7 @@ from jacstore.factorization import bytes_needed, cholesky
 from jacstore.inverse_roots import DUALS, NEEDS_ROW_NOISE, DualKernel, Request, WeightedJacobian, by_primal_quadrature
 from jacstore.kernel import Kernel, open_kernel
 from jacstore.lazy import as_store
+from jacstore.likelihoods import LIKELIHOODS
 from jacstore.machine import default_memory
 from jacstore.noise import BLOCK, KeyedNoise, Noise
 from jacstore.normal_matrix import ggn
@@ -34,6 +35,8 @@ from jacstore.sample_files import SampleFile, kept_in
 from jacstore.store import JacobianStore
 
 METHODS = ("auto", *DUALS, "ciq-primal", "ggn")
+BY_QUADRATURE = ("ciq-dual", "ciq-primal")
+ITERATIVE = ("cg", "lanczos", *BY_QUADRATURE)
 WITHOUT_KERNEL = ("cg", "lanczos", "ciq-dual", "ciq-primal", "ggn")
 
 
@@ -136,7 +139,7 @@ class _Plan:
         kernel: Kernel | str | Path | None,
         alpha: float,
         n: int,
-        likelihood: str,
+        likelihood: Any,
         method: str,
         error: float | None,
         q: int | None,
@@ -149,6 +152,13 @@ class _Plan:
             raise Refused(f"--alpha {alpha}: allowed is a number above 0 (alpha=)")
         if error is not None and not 0 < error < 1:
             raise Refused(f"--error {error}: allowed are numbers between 0 and 1 (error=)")
+        if not isinstance(likelihood, str):
+            given = type(likelihood).__name__
+            raise Refused(f"--likelihood {given}: allowed are {', '.join(LIKELIHOODS)} (likelihood=)")
+        if q is not None and method not in BY_QUADRATURE:
+            raise Refused(f"--q: method {method} has no quadrature points; methods {', '.join(BY_QUADRATURE)} do (q=)")
+        if error is not None and method not in ("auto", *ITERATIVE):
+            raise Refused(f"--error: method {method} is exact; it is for {', '.join(ITERATIVE)} (error=)")
         if q is not None and error is not None:
             raise Refused("--q and --error exclude each other: points follow from the error (q=, error=)")
         self.memory = default_memory(memory)

@@ -19,7 +19,15 @@ from jacstore.store import open_store
 
 
 def predict(
-    kernel: str, cross: str, labels: str, out: str, *, alpha: str, from_network: bool, memory: int | str | None
+    kernel: str,
+    cross: str,
+    labels: str,
+    out: str,
+    *,
+    alpha: str,
+    from_network: bool = False,
+    keep: bool = True,
+    memory: int | str | None = None,
 ) -> dict[str, Any]:
     """Fit the labels on `kernel`, write predictions at the rows of `cross` to `out`, and report.
 
@@ -33,6 +41,8 @@ def predict(
         A number, or several with commas between: then the one with the least squared leave-one-out error.
     from_network
         Fit what the outputs in the store leave of the targets, and add the outputs in the other store.
+    keep
+        Whether to keep the factorization with the kernel, for the next prediction.
     """
     started = time.perf_counter()
     if not out.endswith(".npy"):
@@ -43,8 +53,9 @@ def predict(
     y = class_targets(given, classes) if classes else given
     f0, f0_cross = (_network(train), _network(test)) if from_network else (None, None)
     alphas = parse_alphas(alpha)
+    several = len(alphas) > 1
     model = KernelRidge(
-        alphas if len(alphas) > 1 else alphas[0], method="eigh" if len(alphas) > 1 else "cholesky", memory=memory
+        alphas if several else alphas[0], method="eigh" if several else "cholesky", memory=memory, keep=keep
     ).fit(train, y, f0)
     _save(out, model.predict(test, f0_cross))
     left_out = model.factor_.loo(y, f0).mean
@@ -100,8 +111,7 @@ def _load(path: str) -> np.ndarray:
 
 def _network(kernel: Kernel) -> np.ndarray:
     """Outputs in the store of the kernel's rows `(N, K)`."""
-    store = os.path.normpath(os.path.join(kernel.path, kernel.stores[0]))
-    outputs: np.ndarray = open_store(store).outputs.astype(np.float64)
+    outputs: np.ndarray = open_store(kernel.store_paths[0]).outputs.astype(np.float64)
     return outputs
 
 

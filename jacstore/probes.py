@@ -14,9 +14,14 @@ from jacstore.identity import same_program
 from jacstore.outputs import Flat, calling, first_of_batch, flatten_outputs
 from jacstore.parameters import Parameters
 
+# Rounding, also in bfloat16, moves outputs by less than this; other random numbers move them by about their size.
+OTHER_FUNCTION = 0.1
 
-def probe(flat: Flat, parameters: Parameters, example: Any, batched_apply: Callable[[Any, Any], Any] | None) -> None:
-    """Check on example 0 that outputs are finite, repeatable, and those of one example.
+
+def probe(
+    flat: Flat, parameters: Parameters, example: Any, batched_apply: Callable[[Any, Any], Any] | None
+) -> np.ndarray:
+    """Check on example 0 that outputs are finite, repeatable, and those of one example; returns them `(K,)`.
 
     Parameters
     ----------
@@ -48,6 +53,34 @@ def probe(flat: Flat, parameters: Parameters, example: Any, batched_apply: Calla
         )
     if batched_apply is not None:
         _probe_batch(batched_apply, parameters, example, once)
+    return once
+
+
+def outputs_of(flat: Flat, parameters: Parameters, example: Any) -> np.ndarray:
+    """Outputs `(K,)` of one example, holes filled as for the probe."""
+    example = jax.tree_util.tree_map(_filled, example)
+    with calling(example):
+        return np.asarray(jax.jit(flat)(parameters.selected, parameters.rest, example))
+
+
+def probe_upcast(as_given: np.ndarray, in_float64: np.ndarray) -> None:
+    """Check that computing in float64 leaves the function what it is.
+
+    Raises
+    ------
+    ProbeFailed
+        If the outputs in float64 are others than in the parameters' own precision.
+    """
+    given = as_given.astype(np.float64)
+    if not np.isfinite(given).all():
+        return
+    off, size = np.linalg.norm(given - in_float64), np.linalg.norm(in_float64)
+    if off > OTHER_FUNCTION * size:
+        raise ProbeFailed(
+            f"outputs in float64 are others than in the parameters' own precision: they differ by {off / size:.2g} of "
+            "their size. Where apply= draws random numbers, JAX's default type draws others: give its jax.random calls "
+            "a dtype=, choose another --dtype (dtype=), or enable JAX's 64-bit types and give params= in float64"
+        )
 
 
 def _two_calls(flat: Flat, parameters: Parameters, example: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import numpy as np
 
 from jacstore.blame import kind_of
 from jacstore.errors import Refused
@@ -20,7 +21,7 @@ from jacstore.identity import derivative, lowest_precision, requested
 from jacstore.inputs import Arrays, Dataset, is_dataset
 from jacstore.outputs import checked_outputs, chosen, count_chosen, count_outputs, flat_function
 from jacstore.parameters import SelectedLeaf, check_select, split_parameters
-from jacstore.probes import probe
+from jacstore.probes import outputs_of, probe, probe_upcast
 from jacstore.pytrees import computed
 
 
@@ -148,6 +149,7 @@ def prepare(problem: Problem, *, float64: bool = False) -> Prepared:
     """
     if problem.n_examples == 0:
         raise Refused("inputs holds 0 examples; at least 1 is needed; change inputs=")
+    wide_already = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
     with precision_context(float64):
         parameters = split_parameters(problem.params, problem.select, float64)
 
@@ -159,7 +161,9 @@ def prepare(problem: Problem, *, float64: bool = False) -> Prepared:
         example = jax.tree_util.tree_map(lambda leaf: computed(leaf, float64)[0], first)
         all_outputs = flat_function(problem.apply, problem.batched, parameters)
         n_outputs = count_chosen(count_outputs(all_outputs, parameters, example), problem.outputs)
-        probe(all_outputs, parameters, example, problem.apply if problem.batched else None)
+        found = probe(all_outputs, parameters, example, problem.apply if problem.batched else None)
+        if float64 and not wide_already:
+            probe_upcast(_as_given(problem, first), found)
 
         def function(selected: list[Any], rest: list[Any], example: Any) -> jax.Array:
             return chosen(all_outputs(selected, rest, example), problem.outputs)
@@ -184,3 +188,11 @@ def prepare(problem: Problem, *, float64: bool = False) -> Prepared:
                 n_examples=problem.n_examples,
             ),
         )
+
+
+def _as_given(problem: Problem, first: Any) -> np.ndarray:
+    """Outputs `(K,)` of the first example in the parameters' own precision."""
+    with jax.enable_x64(False), precision_context(False):
+        parameters = split_parameters(problem.params, problem.select, False)
+        example = jax.tree_util.tree_map(lambda leaf: computed(leaf, False)[0], first)
+        return outputs_of(flat_function(problem.apply, problem.batched, parameters), parameters, example)

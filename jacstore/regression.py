@@ -29,7 +29,7 @@ class KernelRidge:
     method
         cholesky, eigh, or cg for kernels too large to factorize.
     outputs, memory, keep
-        As for `KernelFactor`.
+        As for `KernelFactor`; cg streams the kernel and keeps nothing.
     tolerance
         Of method cg: the true relative residual.
 
@@ -86,6 +86,7 @@ class KernelRidge:
         """
         if self.method not in METHODS:
             raise Refused(f"method={self.method!r}: allowed are {', '.join(METHODS)}")
+        vars(self).pop("loo_errors_", None)
         target = np.asarray(y, np.float64)
         residual = target - offset_like(f0, target.shape, "f0")
         self._offset = f0 is not None

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from jacstore.dense import Columns, Gram, as_columns, cross_gram, offset_like
 from jacstore.errors import Refused
 from jacstore.factoring import METHODS, checked_alphas, factorize
 from jacstore.factorization import PANEL, Eigen
+from jacstore.kernel import open_kernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,11 +276,12 @@ class KernelFactor:
 
     def _own_blocks(self, blocks: Any, cross: Gram) -> np.ndarray:
         k = self.n_outputs
+        blocks = open_kernel(str(blocks)) if isinstance(blocks, str | Path) else blocks
         mode = getattr(blocks, "mode", "blocks")
         if mode != "blocks":
             raise Refused(f"blocks has mode {mode}; assemble the other store's own kernel with --mode blocks (mode=)")
         array = np.asarray(getattr(blocks, "array", blocks), np.float64)
-        if k == 1 and array.ndim == 3:
+        if self.gram.mode == "trace" and array.ndim == 3:
             array = np.trace(array, axis1=1, axis2=2)
         if array.shape not in ((cross.n_examples, k, k), *[(cross.n_examples,)] * (k == 1)):
             raise Refused(

@@ -143,7 +143,7 @@ def _verify_kernel(
 def _stores_of(kernel: Kernel, given: Stores | None) -> tuple[list[JacobianStore] | None, Check]:
     """The kernel's stores, if they are there and still hold what it was assembled from."""
     wanted = [kernel.requested["store"], *filter(None, [kernel.requested["other"]])]
-    places: list[JacobianStore | str | Path] = [os.path.join(kernel.path, one) for one in kernel.stores]
+    places: list[JacobianStore | str | Path] = [*kernel.store_paths]
     if given is not None:
         one = isinstance(given, JacobianStore | str | Path)
         places = [given] if one else list(given)  # type: ignore[arg-type, list-item]

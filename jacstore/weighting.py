@@ -21,8 +21,8 @@ from jacstore.dense import PRODUCTS, Gram
 from jacstore.described import described
 from jacstore.errors import Refused
 from jacstore.kernel import Kernel, open_kernel
+from jacstore.likelihoods import LIKELIHOODS
 
-LIKELIHOODS = ("gaussian", "softmax")
 SIDES = ("both", "columns", "rows")
 
 

@@ -11,6 +11,16 @@ def _rows(r: dict[str, Any]) -> str:
     return f"{r['examples']:,} examples x {r['outputs']} outputs x {r['parameters']:,} parameters"
 
 
+def _shape(r: dict[str, Any]) -> str:
+    return " x ".join(f"{n:,}" for n in r["shape"])
+
+
+def _continued(r: dict[str, Any], what: str) -> list[str]:
+    """What a run would find done, if there is anything to continue."""
+    where = r["store" if what == "units" else "kernel"]
+    return [f"continues {where}: {r[f'{what}_done']:,} of {r[f'{what}_total']:,} {what} done"] * bool(r["begun"])
+
+
 def build(r: dict[str, Any]) -> str:
     state = "complete" if r["complete"] else "part done, others are missing"
     saved = f" in {r['seconds_total']:.1f} s ({r['seconds_compile']:.1f} s compiling)" if r["units_computed"] else ""
@@ -30,7 +40,7 @@ def gram(r: dict[str, Any]) -> str:
             f"{r['flops'] / max(r['seconds_compute'], 1e-9) / 1e9:.0f} GFLOP/s with {r['engine']}"
         )
     return (
-        f"{r['kernel']}: {r['rows']:,} x {r['columns']:,}, mode {r['mode']}, {state}\n"
+        f"{r['kernel']}: {_shape(r)}, mode {r['mode']}, {state}\n"
         f"{r['tiles_computed']} tiles computed, {r['tiles_reused']} reused of {r['tiles_total']}{done}"
     )
 
@@ -41,6 +51,7 @@ def plan_build(r: dict[str, Any]) -> str:
     )
     return "\n".join(
         [
+            *_continued(r, "units"),
             f"{_rows(r)} in {r['leaves']} leaves",
             f"to store      {format_size(r['bytes_to_store'])} before compression (codec {r['codec']}), "
             f"{format_size(r['bytes_free'])} free",
@@ -58,10 +69,10 @@ def plan_build(r: dict[str, Any]) -> str:
 
 
 def plan_gram(r: dict[str, Any]) -> str:
-    shape = " x ".join(f"{n:,}" for n in r["shape"])
     return "\n".join(
         [
-            f"{shape}, mode {r['mode']}, {r['precision']} products with {r['engine']}",
+            *_continued(r, "tiles"),
+            f"{_shape(r)}, mode {r['mode']}, {r['precision']} products with {r['engine']}",
             f"schedule      {r['schedule']}: {r['passes']:.2f} passes over J, {format_size(r['bytes_read'])} read",
             f"to store      {format_size(r['bytes_to_store'])} in {r['files']:,} files, "
             f"{format_size(r['bytes_free'])} free",
@@ -152,7 +163,7 @@ def info(r: dict[str, Any]) -> str:
         return "\n".join(lines)
     return "\n".join(
         [
-            f"{r['kernel']}: kernel, mode {r['mode']}, {' x '.join(f'{n:,}' for n in r['shape'])}, {r['dtype']}",
+            f"{r['kernel']}: kernel, mode {r['mode']}, {_shape(r)}, {r['dtype']}",
             f"{r['precision']} products with {r['engine']}, {r['schedule']}, {format_size(r['bytes_stored'])}",
             f"{'complete' if r['complete'] else 'incomplete'}: {r['tiles_done']} of {r['tiles_total']} tiles",
             _error_line(r["numerics"]) + (", exact norms on the diagonal" if r["exact_diagonal"] else ""),

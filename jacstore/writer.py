@@ -93,19 +93,16 @@ class StoreWriter:
         if codec not in CODECS:
             raise Refused(f"--codec {codec}: allowed are {', '.join(CODECS)} (codec=)")
         n_parameters = sum(leaf.size for leaf in self.leaves)
-        if n_examples < 1 or n_outputs < 1 or n_parameters < 1:
-            raise Refused(f"{n_examples} examples x {n_outputs} outputs x {n_parameters} parameters: none may be 0")
+        if not (_counts(n_examples) and _counts(n_outputs) and n_parameters):
+            raise Refused(
+                f"{n_examples} examples x {n_outputs} outputs x {n_parameters} parameters; allowed are integers of at "
+                "least 1 (n_examples=, n_outputs=, leaves=)"
+            )
         unit_size = hierarchy.parse_count(unit_size, "--unit-size")
         self.where = "memory://" if path is None else str(path)
         self.files = hierarchy.place(path, budget)
         self.dtype, self.listener, self.allow_nonfinite = dtype, listener, allow_nonfinite
-        wanted = {
-            "leaves": [[leaf.path, list(leaf.shape)] for leaf in self.leaves],
-            "n_examples": n_examples,
-            "n_outputs": n_outputs,
-            "dtype": dtype,
-            **(requested or {}),
-        }
+        wanted = request_of(self.leaves, n_examples, n_outputs, dtype, requested or {})
         with hierarchy.creating(self.files, self.where, ARRAYS, overwrite, listener):
             if self.files.size(hierarchy.ROOT) is None:
                 plan = plan_store(
@@ -124,18 +121,7 @@ class StoreWriter:
                     self.files.limit = max(budget // 8, budget - 3 * plan.unit_bytes)
                 self._create(plan, codec, outputs_dtype, wanted, left_out, numerics or {})
             self.store = JacobianStore(self.files, self.where)
-            compare_requested(self.where, self.store.requested, wanted)
-            if [leaf.terms for leaf in self.store.leaves] != [leaf.terms for leaf in self.leaves]:
-                raise Mismatch(
-                    f"{self.where}: its leaves are stored by other terms than this JAX finds "
-                    f"({self.store.versions.get('jax')}); use the first version, or start anew with --overwrite "
-                    "(overwrite=True)"
-                )
-        if unit_size is not None and min(unit_size, n_examples) != self.store.unit_size:
-            raise Mismatch(
-                f"{self.where}: unit_size: {self.store.unit_size} -> {min(unit_size, n_examples)}; repeat the first "
-                "--unit-size (unit_size=) or start anew with --overwrite (overwrite=True)"
-            )
+            require_same(self.store, wanted, self.leaves, unit_size)
         self.units = _units_of_part(self.store.n_units, part)
         self._lock: Lock | None = None
         self._pool: ThreadPoolExecutor | None = None
@@ -234,6 +220,8 @@ class StoreWriter:
             norms, proven = self._norms(arrays, factors), True
         else:
             norms, proven = _shaped(norms, "norms", (count, self.store.n_outputs, len(self.leaves))), False
+            if norms.min(initial=0) < 0:
+                raise Refused(f"norms: {norms.min():.3g}; they are squares, at least 0 (norms=)")
         if outputs is None:
             outputs = np.full((count, self.store.n_outputs), np.nan)
         else:
@@ -322,6 +310,8 @@ class StoreWriter:
 
     def _check_arrays(self, rows: Mapping[str, Any], count: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """Rows of leaves `(n, K, size)` and operands, each of the right shape and kind."""
+        if not isinstance(rows, Mapping):
+            raise Refused(f"rows of type {type(rows).__name__}; allowed is a mapping from leaves to arrays (rows=)")
         unknown = sorted(set(rows) - {leaf.path for leaf in self.leaves})
         if unknown:
             raise Refused(
@@ -580,14 +570,57 @@ def _operand_layout(operand: Operand, n: int, k: int, unit: int, dtype: str, cod
     )
 
 
+def request_of(
+    leaves: Sequence[Leaf], n_examples: int, n_outputs: int, dtype: str, more: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What decides the rows of a store; a store that was begun with anything else is not continued."""
+    return {
+        "leaves": [[leaf.path, list(leaf.shape)] for leaf in leaves],
+        "n_examples": n_examples,
+        "n_outputs": n_outputs,
+        "dtype": dtype,
+        **more,
+    }
+
+
+def require_same(
+    store: JacobianStore, wanted: Mapping[str, Any], leaves: Sequence[Leaf], unit_size: int | None
+) -> None:
+    """Refuse to continue a store that was begun from another request, by other terms or in other units.
+
+    Raises
+    ------
+    Mismatch
+        Naming what differs.
+    """
+    compare_requested(store.path, store.requested, wanted)
+    if [leaf.terms for leaf in store.leaves] != [leaf.terms for leaf in leaves]:
+        raise Mismatch(
+            f"{store.path}: its leaves are stored by other terms than this JAX finds ({store.versions.get('jax')}); "
+            "use the first version, or start anew with --overwrite (overwrite=True)"
+        )
+    if unit_size is not None and min(unit_size, store.n_examples) != store.unit_size:
+        raise Mismatch(
+            f"{store.path}: unit_size: {store.unit_size} -> {min(unit_size, store.n_examples)}; repeat the first "
+            "--unit-size (unit_size=) or start anew with --overwrite (overwrite=True)"
+        )
+
+
 def _as_leaves(given: Sequence[Any] | Mapping[str, tuple[int, ...]]) -> tuple[Leaf, ...]:
     entries: list[Any] = list(given.items()) if isinstance(given, Mapping) else list(given)
     if entries and all(isinstance(entry, Leaf) for entry in entries):
         return tuple(entries)
+    for path, shape in entries:
+        if not all(isinstance(n, int | np.integer) and n >= 0 for n in shape):
+            raise Refused(f"leaf {path!r} of shape {tuple(shape)}; allowed are integers of at least 0 (leaves=)")
     leaves = dense_leaves([(str(path), tuple(int(n) for n in shape), "float32") for path, shape in entries])
     if len({leaf.path for leaf in leaves}) < len(leaves):
         raise Refused("leaves: two have the same path; each needs its own")
     return leaves
+
+
+def _counts(given: Any) -> bool:
+    return isinstance(given, int | np.integer) and not isinstance(given, bool) and bool(given >= 1)
 
 
 def _units_of_part(n_units: int, part: tuple[int, int]) -> range:

@@ -107,6 +107,8 @@ def test_a_right_store_passes_every_check_and_every_row_is_that_of_plain_vjp(pro
     ],
 )
 def test_a_right_kernel_passes_every_check(mode, name, options, stores, tmp_path):
+    if mode == "blocks":
+        options = {key: value for key, value in options.items() if key != "triangle"}
     kernel = gram(stores / f"{name}.jac", None, tmp_path / "k", mode=mode, tile=4, **options)
     report = verify(kernel, full=True, samples=20)
     assert report.ok and {check.state for check in report.checks} == {"ok"}
