@@ -31,6 +31,14 @@ def checked_alphas(alpha: Any, method: str) -> np.ndarray:
     return alphas.reshape(-1)
 
 
+def checked_alpha(alpha: Any) -> float:
+    """One alpha, checked."""
+    found = checked_alphas(alpha, "eigh")
+    if np.ndim(alpha):
+        raise Refused(f"--alpha {alpha}: allowed is one number above 0 (alpha=)")
+    return float(found[0])
+
+
 def factorize(
     gram: Gram, method: str, alphas: np.ndarray, memory: int | str | None, keep: bool
 ) -> tuple[Factorization, float, bool]:

@@ -15,6 +15,7 @@ import numpy as np
 from scipy import stats
 
 from jacstore.errors import Refused
+from jacstore.factoring import checked_alpha
 from jacstore.inverse_roots import DualKernel, WeightedJacobian
 from jacstore.kernel import Kernel, open_kernel
 from jacstore.lazy import as_store
@@ -109,8 +110,7 @@ def sample_tests(
         raise Refused(f"samples of shape {z.shape}; allowed is (n, {jacobian.shape[1]})")
     if z.dtype.kind not in "fiu" or not np.isfinite(z).all():
         raise Refused(f"samples of type {z.dtype}, or NaN or infinity among them; allowed are finite real numbers")
-    if np.ndim(alpha) or not 0 < float(alpha) < np.inf:
-        raise Refused(f"alpha={alpha}: allowed is a number above 0")
+    alpha = checked_alpha(alpha)
     weighted = WeightedJacobian(jacobian, likelihood)
     factor = DualKernel(weighted, opened, budget).factor(alpha, "eigh")
     projected = weighted.times(z.T)

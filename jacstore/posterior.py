@@ -21,6 +21,7 @@ from scipy.linalg import lapack
 
 from jacstore.dense import Gram, require_memory
 from jacstore.errors import Refused
+from jacstore.factoring import checked_alpha
 from jacstore.factorization import bytes_needed, cholesky
 from jacstore.inverse_roots import DUALS, NEEDS_ROW_NOISE, DualKernel, Request, WeightedJacobian, by_primal_quadrature
 from jacstore.kernel import Kernel, open_kernel
@@ -148,8 +149,7 @@ class _Plan:
     ) -> None:
         if method not in METHODS:
             raise Refused(f"--method {method}: allowed are {', '.join(METHODS)} (method=)")
-        if not (np.ndim(alpha) == 0 and 0 < float(alpha) < math.inf):
-            raise Refused(f"--alpha {alpha}: allowed is a number above 0 (alpha=)")
+        alpha = checked_alpha(alpha)
         if error is not None and not 0 < error < 1:
             raise Refused(f"--error {error}: allowed are numbers between 0 and 1 (error=)")
         if not isinstance(likelihood, str):
@@ -187,11 +187,11 @@ class _Plan:
         self.jacobian = jacobian
         self.weighted = WeightedJacobian(jacobian, likelihood)
         self.kernel = DualKernel(self.weighted, opened, self.memory)
-        self.request = Request(alpha=float(alpha), method=chosen, error=1e-4 if error is None else error, q=q)
+        self.request = Request(alpha=alpha, method=chosen, error=1e-4 if error is None else error, q=q)
         self.requested = {
             "store": self.store.identity(),
             "kernel": None if opened is None else opened.requested,
-            "alpha": float(alpha),
+            "alpha": alpha,
             "likelihood": likelihood,
             "method": method,
             "error": error,

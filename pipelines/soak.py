@@ -61,6 +61,7 @@ def draw_case(seed: int) -> Case:
     """A small problem with settings that cut it into many pieces."""
     draw = random.Random(seed)
     examples = draw.randrange(3, 60)
+    mode = draw.choice(["full", "full", "trace", "diagonal", "blocks"])
     return Case(
         seed=seed,
         net=draw.choice(["mlp", "cnn", "tied"]),
@@ -73,10 +74,10 @@ def draw_case(seed: int) -> Case:
             "batch_size": draw.randrange(1, 8),
         },
         gram={
-            "mode": draw.choice(["full", "full", "trace", "diagonal", "blocks"]),
+            "mode": mode,
             "tile": draw.randrange(max(1, examples // 6), examples + 1),
             "by_leaf": draw.random() < 0.2,
-            "triangle": draw.random() < 0.3,
+            "triangle": draw.random() < 0.3 and mode != "blocks",
         },
         parts=draw.choice([1, 1, 2, 3]),
     )

@@ -259,7 +259,7 @@ def test_case_09_nothing_to_compute_is_refused_with_the_reason(changes, named, t
 
 def test_case_09_a_writer_of_nothing_is_refused(tmp_path):
     for leaves, n, k in (([("a", (3,))], 0, 1), ([("a", (3,))], 1, 0), ([], 1, 1)):
-        assert "none may be 0" in refusal(StoreWriter, tmp_path / "run.jac", leaves, n, k)
+        assert "at least 1" in refusal(StoreWriter, tmp_path / "run.jac", leaves, n, k)
     assert "A < B" in refusal(build, mlp(3), tmp_path / "run.jac", examples="1:1")
     assert not (tmp_path / "run.jac").exists()
 

@@ -317,6 +317,48 @@ def test_the_plan_of_a_gram_is_printed_and_nothing_is_written(finished, tmp_path
     assert os.listdir(tmp_path) == [] and contents(finished.parent) == before
 
 
+def test_a_plan_looks_at_what_it_would_continue(target, finished, tmp_path):
+    out, kernel = tmp_path / "run.jac", tmp_path / "run.ntk"
+    done("build", target, "--out", out, "--unit-size", 4, "--part", "1/3")
+    before = contents(tmp_path)
+    assert f"continues {out}: 1 of 3 units done\n" in done("build", target, "--out", out, "--dry-run")
+    facts = one_object("build", target, "--out", out, "--dry-run")
+    assert (facts["begun"], facts["units_done"], facts["units_total"], facts["unit_size"]) == (True, 1, 3, 4)
+    assert "dtype: float32 -> bfloat16" in failed("build", target, "--out", out, "--dry-run", "--dtype", "bfloat16")
+    assert "--unit-size" in failed("build", target, "--out", out, "--dry-run", "--unit-size", 5)
+    assert "continues" not in done("build", target, "--out", out, "--dry-run", "--overwrite", "--unit-size", 5)
+    assert contents(tmp_path) == before
+
+    done("gram", finished, "--out", kernel, "--tile", 4)
+    assert f"continues {kernel}: 6 of 6 tiles done\n" in done("gram", finished, "--out", kernel, "--dry-run")
+    # What nobody asks for again is as it was begun.
+    assert one_object("gram", finished, "--out", kernel)["tiles_reused"] == 6
+    assert "tile: 4 -> 3" in failed("gram", finished, "--out", kernel, "--dry-run", "--tile", 3)
+    assert "mode: full -> trace" in failed("gram", finished, "--out", kernel, "--dry-run", "--mode", "trace")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine.txt").write_text("")
+    for command in (("build", target), ("gram", finished)):
+        assert "not jacstore's" in failed(*command, "--out", tmp_path / "notes", "--dry-run")
+
+
+def test_blocks_are_printed_with_all_their_axes(finished, tmp_path):
+    assert "10 x 3 x 3, mode blocks" in done("gram", finished, "--out", tmp_path / "b.ntk", "--mode", "blocks")
+    assert "--triangle" in failed("gram", finished, "--out", tmp_path / "c.ntk", "--mode", "blocks", "--triangle")
+
+
+def test_a_kernel_says_where_its_store_is_from_here(finished, tmp_path, monkeypatch):
+    done("gram", finished, "--out", tmp_path / "deep" / "run.ntk")
+    monkeypatch.chdir(tmp_path)
+    (place,) = one_object("info", "deep/run.ntk")["stores"]
+    assert Path(place).resolve() == finished and f"from {place}\n" in done("info", "deep/run.ntk")
+
+
+def test_the_package_runs_as_a_module():
+    words = [sys.executable, "-m", "jacstore", "--help"]
+    shown = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert shown.startswith("Usage: jacstore ") and all(f"\n  {command} " in shown for command in FLAGS)
+
+
 def test_a_plan_does_not_overwrite(target, store_path, tmp_path):
     done("gram", store_path, "--out", tmp_path / "run.ntk")
     before = contents(tmp_path)

@@ -213,9 +213,10 @@ CHOICES = {
     ),
 }
 
-# `jacstore/__init__.py` is lazy and stands above all floors; `testing.py` may import anything and nothing imports it.
-LATE_ANYWHERE = {"__init__", "cli", "terminal", "testing"}
-FREE = {"__init__", "testing"}
+# `__init__.py` is lazy and `__main__.py` a door: both stand above all floors. `testing.py` may import anything and
+# nothing imports it.
+LATE_ANYWHERE = {"__init__", "__main__", "cli", "terminal", "testing"}
+FREE = {"__init__", "__main__", "testing"}
 WITHOUT_JAX = (
     "assembly",
     "attributes",

@@ -19,6 +19,7 @@ import pytest
 import zarr
 from helpers_errors import refusal
 
+import jacstore
 from jacstore.errors import ProbeFailed, Refused
 from jacstore.problem import Problem, precision_context, prepare
 from jacstore.target import load_target
@@ -737,3 +738,29 @@ def test_a_target_edited_within_a_second_is_read_anew(target):
     assert load_target(str(target)).n_examples == 2
     target.write_text(TARGET.replace("(2, 3)", "(4, 3)"))
     assert load_target(str(target)).n_examples == 4
+
+
+def test_random_numbers_that_float64_would_change_are_refused():
+    """JAX draws in its default type, which float64 makes another one: rows would be those of another network."""
+    params, x = {"w": np.ones((4, 3), np.float32)}, np.ones((6, 4), np.float32)
+
+    def noisy(dtype):
+        return lambda params, x: jnp.tanh(x @ params["w"] / 4 + jax.random.normal(jax.random.key(0), (3,), dtype))
+
+    problem = Problem(apply=noisy(float), params=params, inputs=x)
+    with pytest.raises(ProbeFailed, match="random numbers"):
+        prepare(problem, float64=True)
+    prepare(problem)
+    prepare(Problem(apply=noisy(np.float32), params=params, inputs=x), float64=True)
+    with jax.enable_x64(True):
+        prepare(problem, float64=True)
+
+
+def test_a_callback_without_a_way_to_be_batched_is_named():
+    def apply(params, x):
+        twice = jax.pure_callback(lambda v: 2 * np.asarray(v), jax.ShapeDtypeStruct((4,), np.float32), x)
+        return jnp.tanh(jax.lax.stop_gradient(twice) @ params["w"])
+
+    problem = Problem(apply=apply, params={"w": np.ones((4, 3), np.float32)}, inputs=np.ones((6, 4), np.float32))
+    with pytest.raises(Refused, match="vmap_method"):
+        jacstore.build(problem)

@@ -685,3 +685,36 @@ def test_a_triangle_is_refused_between_two_stores():
     first, second = (write(None, rows_of(seed=seed), memory="10MB") for seed in (0, 1))
     with pytest.raises(Refused, match="--triangle"):
         jacstore.gram(first, second, triangle=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"leaves": [("a", (-3,))]}, "leaf 'a' of shape (-3,)"),
+        ({"leaves": [("a", (2.5,))]}, "leaf 'a' of shape (2.5,)"),
+        ({"n_examples": None}, "None examples"),
+        ({"n_examples": 2.0}, "2.0 examples"),
+        ({"n_outputs": -1}, "-1 outputs"),
+    ],
+)
+def test_a_writer_of_no_such_store_is_refused_and_makes_nothing(given, said, tmp_path):
+    with pytest.raises(Refused) as caught:
+        StoreWriter(tmp_path / "s", **{"leaves": [("a", (3,))], "n_examples": 2, "n_outputs": 1} | given)
+    assert said in str(caught.value) and not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    ("rows", "norms", "said"),
+    [
+        (np.ones((2, 1, 3)), None, "rows of type ndarray"),
+        (None, None, "rows of type NoneType"),
+        ({"a": np.ones((2, 1, 3))}, -np.ones((2, 1, 1)), "norms: -1"),
+    ],
+)
+def test_a_unit_of_no_such_kind_is_refused_and_may_be_written_again(rows, norms, said):
+    with StoreWriter(None, [("a", (3,))], 2, 1, unit_size=2) as writer:
+        with pytest.raises(Refused) as caught:
+            writer.write_unit(0, rows, norms=norms)
+        assert said in str(caught.value)
+        writer.write_unit(0, {"a": np.ones((2, 1, 3))})
+    assert writer.store.complete
