@@ -6,12 +6,13 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import dask
 from dask.base import compute
 from dask.delayed import delayed
-from distributed import Client, KilledWorker, LocalCluster, wait
+from distributed import Client, KilledWorker, LocalCluster
 
 from jacstore.errors import Interrupted, Refused
 from jacstore.item import run_item
@@ -53,36 +54,38 @@ def on_cluster(
     futures = [
         client.submit(run_item, work, number, key=f"jacstore-item-{number}-{token}", pure=False) for number in todo
     ]
-    results = []
+    done: SimpleQueue[Any] = SimpleQueue()
+    for future in futures:
+        future.add_done_callback(done.put)
+    results: list[dict[str, Any]] = []
     try:
-        pending = set(futures)
-        while pending:
+        while len(results) < len(futures):
             if stop():
                 raise Interrupted("interrupted")
-            ready = {future for future in pending if future.done()}
-            for future in ready:
-                try:
-                    results.append(future.result())
-                except KilledWorker as error:
-                    raise Refused(
-                        f"an item's worker died again and again ({error.last_worker}), most often for want of memory; "
-                        "give less --memory (memory=) or fewer --workers (workers=) and run the same command again"
-                    ) from error
+            # Signals are noticed between waits.
+            with contextlib.suppress(Empty):
+                results.append(_result(done.get(timeout=0.2)))
                 listener(ItemDone(item=results[-1]["item"]))
-            pending -= ready
-            if pending and not ready:
-                # Signals are noticed between waits.
-                with contextlib.suppress(TimeoutError):
-                    wait(pending, timeout=0.2, return_when="FIRST_COMPLETED")
     finally:
         client.cancel(futures)
     return results
 
 
+def _result(future: Any) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = future.result()
+    except KilledWorker as error:
+        raise Refused(
+            f"an item's worker died again and again ({error.last_worker}), most often for want of memory; give less "
+            "--memory (memory=) or fewer --workers (workers=) and run the same command again"
+        ) from error
+    return found
+
+
 @contextlib.contextmanager
 def connect(address: str) -> Iterator[Any]:
     try:
-        client = Client(address, timeout="10s")
+        client = Client(address, timeout="10s", set_as_default=False)
     except (OSError, ValueError) as error:
         raise Refused(f"--scheduler {address}: no Dask scheduler answers there ({error}) (scheduler=)") from error
     try:
@@ -114,6 +117,7 @@ def cluster_at(scheduler: str, workers: int) -> Iterator[Any]:
             memory_limit=0,
             silence_logs=40,
         ) as cluster,
-        Client(cluster) as client,
+        # What the caller computes meanwhile, in other threads, is nothing to this cluster.
+        Client(cluster, set_as_default=False) as client,
     ):
         yield client

@@ -150,8 +150,13 @@ class Gram:
             If an entry is not finite, or if it is not symmetric.
         """
         whole = np.empty(self.shape)
-        if self.kernel is None:
-            da.store(da.asarray(self.array).astype(np.float64), whole, lock=False)
+        if isinstance(self.array, da.Array) and self.kernel is None:
+            # Not by `da.store`: on a cluster's worker it would fill a copy.
+            stops = np.cumsum(self.array.chunks[0])
+            for number, (stop, height) in enumerate(zip(stops, self.array.chunks[0], strict=True)):
+                whole[stop - height : stop] = self.array.blocks[number].compute()
+        elif self.kernel is None:
+            whole[...] = self.array
         for rows, columns, tile in self.tiles() if self.kernel is not None else ():
             whole[rows, columns] = tile
             if self.symmetric:

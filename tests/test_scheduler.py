@@ -12,8 +12,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import dask.array as da
 import numpy as np
 import pytest
+from dask.base import get_scheduler
 from distributed import Client, LocalCluster
 from helpers_errors import refusal
 from helpers_process import SECONDS, contents, hold_reads, invoke
@@ -206,7 +208,9 @@ def test_a_scheduler_that_does_not_answer_is_refused(store, tmp_path, monkeypatc
     import jacstore.cluster
 
     patient = jacstore.cluster.Client
-    monkeypatch.setattr(jacstore.cluster, "Client", lambda address, timeout: patient(address, timeout="0.5s"))
+    monkeypatch.setattr(
+        jacstore.cluster, "Client", lambda address, **named: patient(address, **named | {"timeout": "0.5s"})
+    )
     with socket.socket() as closed:
         # Bound all the while, so that no cluster of another test takes the port.
         closed.bind(("127.0.0.1", 0))
@@ -290,3 +294,24 @@ def test_other_options_than_the_first_parts_are_refused(store, tmp_path):
     other = build(mlp(3), tmp_path / "other.jac", codec="none")
     assert "store: " in refusal(gram, other, out=tmp_path / "run.ntk", part="2/2", tile=7, error=Mismatch)
     assert Path(tmp_path / "run.ntk/zarr.json").exists()
+
+
+# --- a cluster of the user's own --------------------------------------------------------------------------------------
+
+
+def test_what_is_loaded_while_a_client_is_active_is_what_workers_computed(store, cluster, alone, rows, tmp_path):
+    """Dask then computes on other processes, whose copies of an array here are nothing to this one."""
+    kernel = gram(store, out=tmp_path / "run.ntk", tile=7)
+    y = np.random.default_rng(0).standard_normal(len(alone))
+    truth = np.linalg.solve(alone + np.eye(len(alone)), y)
+    with Client(cluster):
+        for matrix in (alone, da.from_array(alone, chunks=(7, 5)), kernel, kernel.array, jacstore.lazy_kernel(store)):
+            found = jacstore.KernelFactor(matrix, 1.0, keep=False).solve(y)
+            assert np.abs(found - truth).max() <= 1e-4 * np.abs(truth).max()
+
+
+def test_a_cluster_of_ours_is_not_what_others_compute_on(store, cluster, tmp_path):
+    seen = []
+    words = {"scheduler": cluster.scheduler_address, "workers": 2, "tile": 7}
+    gram(store, out=tmp_path / "run.ntk", listener=lambda event: seen.append(get_scheduler()), **words)
+    assert seen and all(found is None for found in seen)
