@@ -31,7 +31,7 @@ FLAGS = {
     | {"--mode", "--precision", "--engine", "--tile", "--by-leaf", "--triangle", "--scheduler", "--workers"}
     | {"--exact-diagonal"},
     "info": SHARED,
-    "predict": SHARED | {"--labels", "--alpha", "--out", "--from-network", "--memory"},
+    "predict": SHARED | {"--labels", "--alpha", "--out", "--from-network", "--keep", "--no-keep", "--memory"},
     "spectrum": SHARED | {"--top", "--alpha", "--memory"},
     "verify": SHARED | {"--target", "--store", "--samples", "--full"},
     "sample": SHARED
@@ -255,6 +255,15 @@ def test_predictions_are_those_of_python_and_say_how_the_left_out_fare(kernels, 
     )
     assert report["factor_reused"] is True and report["loo_accuracy"] is None
     assert sorted(p.name for p in tmp_path.iterdir() if "predicted" in p.name) == ["predicted.npy"]
+
+
+def test_a_prediction_may_leave_the_kernel_as_it_is(kernels, tmp_path):
+    before = contents(kernels[0])
+    words = ("predict", *kernels, "--alpha", 0.1, "--out", tmp_path / "p.npy")
+    done(*words, "--no-keep")
+    assert contents(kernels[0]) == before
+    done(*words)
+    assert contents(kernels[0]) != before and one_object(*words)["factor_reused"]
 
 
 def test_what_cannot_be_predicted_is_one_line(kernels, finished, tmp_path):

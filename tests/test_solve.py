@@ -876,3 +876,49 @@ def test_a_constant_output_and_a_kernel_of_zeros_are_no_division_by_zero(tmp_pat
     store = store_of(np.zeros((3, 1, 2)), tmp_path / "s")
     jacstore.gram(store, None, tmp_path / "k")
     assert describe_spectrum(str(tmp_path / "k"), 2, None, None)["effective_dimension"] == []
+
+
+# --- arguments of other kinds -----------------------------------------------------------------------------------------
+
+
+def test_a_kernel_may_be_given_by_its_path_wherever_one_is_taken(kernels):
+    factor = KernelFactor(kernels / "full.ntk", 0.1)
+    cross, blocks = kernels / "full-cross.ntk", kernels / "blocks.ntk"
+    found = factor.predictive_covariance(cross, blocks)
+    assert np.array_equal(found, factor.predictive_covariance(jacstore.open(cross), jacstore.open(blocks)))
+    jacobian = jacstore.operator(kernels / "run.jac")
+    v = np.arange(float(jacobian.shape[0]))
+    assert error(jacobian.gram(kernels / "full.ntk").matvec(v), jacobian.gram().matvec(v)) < 1e-12
+
+
+def test_nan_names_the_example_that_it_comes_from():
+    matrix = np.eye(12)
+    matrix[7], matrix[:, 7] = np.nan, np.nan
+    assert "row 7 (example 3, output 1)" in refused(KernelFactor, matrix, 0.1, outputs=2)
+
+
+@pytest.mark.parametrize("alpha", ["much", None, [], [[1.0]], {}, 1 + 1j])
+def test_an_alpha_that_is_none_is_refused(alpha):
+    assert "--alpha" in refused(KernelFactor, np.eye(3), alpha, "eigh")
+
+
+@pytest.mark.parametrize("times", [[], None, "soon", [[1.0]], [-1.0], [np.nan]])
+def test_times_that_are_none_are_refused(times):
+    factor = KernelFactor(np.eye(3), 0.1, "eigh")
+    assert "times=" in refused(jacstore.gradient_flow, factor, times, np.ones(3))
+
+
+def test_blocks_of_outputs_are_not_summed_unless_the_kernel_is():
+    one = KernelFactor(np.eye(4), 0.1)
+    assert "blocks has shape (2, 3, 3)" in refused(one.predictive_covariance, np.ones((2, 4)), np.ones((2, 3, 3)))
+
+
+def test_a_second_fit_forgets_the_errors_of_the_first():
+    model = jacstore.KernelRidge([0.1, 1.0], method="eigh").fit(np.eye(3), np.ones(3))
+    assert model.loo_errors_.shape == (2,)
+    assert not hasattr(model.set_params(alpha=0.1).fit(np.eye(3), np.ones(3)), "loo_errors_")
+
+
+@pytest.mark.parametrize("k", [2.5, 0, 4, True, "two", None])
+def test_a_number_of_examples_that_is_none_is_refused(k):
+    assert f"k={k} " in refused(jacstore.top_examples, np.ones((2, 3)), k)
