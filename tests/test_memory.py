@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import jacstore
+from jacstore.terms import Dot, Leaf, Operand
 
 ROWS, PARAMETERS = 3000, 4000
 
@@ -82,3 +83,70 @@ def test_gram_stays_within_memory_and_reads_what_the_plan_says(
     scale = np.sqrt(np.diag(exact))
     error = np.abs(jacstore.open(tmp_path / "k.ntk").array.compute() - exact) / np.outer(scale, scale)
     assert error.max() <= 2e-6
+
+
+# As above, for any call: what it allocates beyond what the same call for a small store left behind.
+EXTRA = """
+import pathlib, sys
+import jacstore
+
+def status(key):
+    line = next(l for l in pathlib.Path("/proc/self/status").read_text().splitlines() if l.startswith(key))
+    return int(line.split()[1]) * 1024
+
+def call(store, memory):
+    return {call}
+
+store, small, memory = sys.argv[1:4]
+call(small, "100MB")
+pathlib.Path("/proc/self/clear_refs").write_text("5")
+baseline = status("VmRSS")
+found = call(store, memory)
+print(status("VmHWM") - baseline)
+"""
+
+
+def extra_bytes(call: str, large: Path, small: Path, memory: str) -> int:
+    command = [sys.executable, "-c", EXTRA.replace("{call}", call), str(large), str(small), memory]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
+
+
+def factored_store(path: Path, n: int, inside: int, outside: int) -> Path:
+    """A store of one dense layer by its factors."""
+    rng = np.random.default_rng(0)
+    term = Dot(inputs="x", cotangents="d", scale=1.0, views=())
+    leaf = Leaf(path="w", shape=(inside, outside), dtype="float32", offset=0, terms=(term,))
+    operands = [
+        Operand(name="x", role="inputs", shape=(1, 1, inside)),
+        Operand(name="d", role="cotangents", shape=(1, 1, outside)),
+    ]
+    with jacstore.StoreWriter(path, [leaf], n, 1, operands=operands, memory="30MB") as writer:
+        for start, stop in writer.missing:
+            x = rng.standard_normal((stop - start, 1, 1, inside), np.float32)
+            d = rng.standard_normal((stop - start, 1, 1, 1, outside), np.float32)
+            writer.write_unit(start, {"w": {"x": x, "d": d}})
+    return path
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize("memory", ["60MB", "200MB"])
+def test_gram_of_factors_stays_within_memory(tmp_path: Path, memory: str) -> None:
+    large, small = factored_store(tmp_path / "l", 4000, 300, 200), factored_store(tmp_path / "s", 40, 30, 20)
+    call = 'jacstore.gram(store, out=store + memory + ".ntk", memory=memory)'
+    assert extra_bytes(call, large, small, memory) <= 1.15 * int(memory.removesuffix("MB")) * 1_000_000
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize("likelihood", ["gaussian", "softmax"])
+def test_the_normal_matrix_stays_within_memory(tmp_path: Path, likelihood: str) -> None:
+    for name, n, p in (("large", 1500, 1200), ("small", 20, 30)):
+        rng = np.random.default_rng(0)
+        with jacstore.StoreWriter(tmp_path / name, {"w": (p,)}, n, 4, memory="20MB") as writer:
+            for start, stop in writer.missing:
+                rows = rng.standard_normal((stop - start, 4, p), np.float32)
+                outputs = rng.standard_normal((stop - start, 4))
+                writer.write_unit(start, {"w": rows}, outputs=outputs)
+    call = f'jacstore.ggn(store, "{likelihood}", 1.0, memory=memory)'
+    assert extra_bytes(call, tmp_path / "large", tmp_path / "small", "50MB") <= 1.15 * 50_000_000
