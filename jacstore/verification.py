@@ -126,7 +126,7 @@ def _verify_kernel(
     kernel: Kernel, given: Stores | None, samples: int, full: bool, memory: int, draw: np.random.Generator
 ) -> tuple[list[Check], list[str]]:
     stores, why = _stores_of(kernel, given)
-    checks = KernelChecks(kernel, stores, why.where, memory)
+    checks = KernelChecks(kernel, stores, "needs the store" if stores is None else why.where, memory)
     found = [*checks.run(samples, draw)]
     found.insert(0, Check(name="store", state=FAILED, where=checks.store_fault) if checks.store_fault else why)
     if full:
@@ -159,7 +159,7 @@ def _stores_of(kernel: Kernel, given: Stores | None) -> tuple[list[JacobianStore
         except Refused as error:
             if given is not None:
                 raise
-            return None, skipped("store", f"{error}")
+            return None, skipped("store", f"{error}; if it was moved say where it is (--store, store=)")
         except JacstoreError as error:
             return None, Check(name="store", state=FAILED, where=str(error))
         if not same:

@@ -99,6 +99,9 @@ def verify(r: dict[str, Any]) -> str:
     count = {state: sum(check["state"] == state for check in r["checks"]) for state in ("ok", "failed", "skipped")}
     counts = ", ".join(f"{n} {state}" for state, n in count.items() if n)
     lines.append(f"{r['path']}: {r['kind']}, {counts} in {r['seconds_total']:.1f} s")
+    if count["skipped"]:
+        left_out = [check["name"] for check in r["checks"] if check["state"] == "skipped"]
+        lines.append(f"not checked: {', '.join(left_out)}")
     if r["to_recompute"]:
         again = "build" if r["kind"] == "store" else "gram"
         shown = ", ".join(r["to_recompute"][:5]) + (", …" if len(r["to_recompute"]) > 5 else "")
