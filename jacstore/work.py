@@ -40,14 +40,15 @@ class Work:
         ), ()
 
     def engine(self) -> Engine:
-        """The engine of this process, with its threads and buffers."""
-        if "engine" not in self.kept:
-            resolved = self.kernel.resolved
-            stored = common_dtype(self.rows, self.cols)
-            made = make_engine(resolved["engine"], resolved["precision"], stored, self.device_memory, self.threads)
-            self.kept.setdefault("engine", made)
-        found: Engine = self.kept["engine"]
-        return found
+        """An engine for one item; that of BLAS keeps its threads and buffers from item to item."""
+        if "engine" in self.kept:
+            kept: Engine = self.kept["engine"]
+            return kept
+        resolved = self.kernel.resolved
+        stored = common_dtype(self.rows, self.cols)
+        made = make_engine(resolved["engine"], resolved["precision"], stored, self.device_memory, self.threads)
+        # That of a device counts the memory that the accumulators of its item leave.
+        return self.kept.setdefault("engine", made) if made.name == "blas" else made
 
     @property
     def diagonal(self) -> Diagonal | None:

@@ -25,6 +25,7 @@ from jacstore.errors import Mismatch, Refused
 from jacstore.factors import FactorSet
 from jacstore.plan import block_shape
 from jacstore.terms import Dot, Leaf
+from jacstore.work import Work
 
 quick = settings(max_examples=25, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 MODES = ("full", "trace", "diagonal", "blocks")
@@ -401,6 +402,15 @@ def test_limits_of_blas_threads_hold_whichever_thread_asks_and_leave_nothing_beh
         leave[1].set()
         slow.result()
     assert counts() == before
+
+
+@pytest.mark.parametrize(("name", "kept"), [("blas", True), ("xla", False)])
+def test_each_item_has_the_memory_of_a_device_to_itself_and_blas_keeps_its_buffers(name, kept):
+    with StoreWriter(None, {"w": (3,)}, 4, 1, unit_size=4) as writer:
+        writer.write_unit(0, {"w": np.ones((4, 1, 3), np.float32)})
+    kernel = jacstore.gram(writer.store, engine=name)
+    work = Work(rows=writer.store, cols=None, kernel=kernel, threads=None, device_memory=10**6)
+    assert (work.engine() is work.engine()) == kept
 
 
 def simple_factors(n, outputs=1, widths=((61, 40), (33, 10)), dtype="float32", seed=0):
