@@ -21,7 +21,7 @@ import numpy as np
 from jacstore import hierarchy, machine
 from jacstore.assembly import gram
 from jacstore.attributes import DTYPES
-from jacstore.blocks import UnitBlock, storage_dtype
+from jacstore.blocks import storage_dtype
 from jacstore.bounds import NORM_RUN, compute_dtype
 from jacstore.codec import fastest_codec, measured_disk_speed
 from jacstore.devices import device
@@ -35,7 +35,7 @@ from jacstore.progress import BatchDone, Listener, Started, silent
 from jacstore.store import JacobianStore, leaf_table
 from jacstore.store_plan import StorePlan, plan_store
 from jacstore.trace import cut_before_products
-from jacstore.unit import Unit, refuse_other_inputs
+from jacstore.unit import SpareBlocks, Unit, refuse_other_inputs
 from jacstore.writer import ARRAYS, StoreWriter, factor_bytes, refuse_small_disk, request_of, require_same
 
 LAYOUTS = ("auto", "dense", "factored")
@@ -227,6 +227,8 @@ class _Job:
         self.n_columns = sum(leaf.size for leaf in self.leaves if leaf.dense)
         self.device_pass: DevicePass | None = None
         self.seconds_compile = 0.0
+        # Inputs and rows of the first pass, if they were computed to choose a codec: the build begins with them.
+        self.first: tuple[Any, BatchRows] | None = None
 
     @property
     def outputs_dtype(self) -> str:
@@ -276,6 +278,7 @@ class _Job:
                 began = time.perf_counter()
                 batch = next(self._rows(examples))
                 seconds = time.perf_counter() - began
+        self.first = examples, batch
         size = sum(values.nbytes for values in [*batch.rows, *batch.factors.values()])
         computing = seconds / size if device().platform == "cpu" else 0.0
         sample = [*batch.rows, *(v.reshape(len(v), 1, -1) for v in batch.factors.values() if v.dtype.kind != "i")]
@@ -313,18 +316,17 @@ class _Job:
         """Compute and write the missing units."""
         missing = writer.missing
         times = {"seconds_device": 0.0, "seconds_write": 0.0}
+        first, self.first = self.first if missing and missing[0][0] == 0 else None, None
         if not missing:
             return times
-        # Memory of written units is used again, and that of the first ones is touched while the program compiles: fresh
-        # pages cost as much as copying rows into them.
-        spare: list[dict[str, UnitBlock]] = []
-        alive = min(2, len(missing), (self.memory - writer.files.bytes_held) // self._unit_bytes(writer))
-        with ThreadPoolExecutor(1, "jacstore-touch") as pool:
-            for _ in range(alive):
-                pool.submit(lambda: spare.append(writer.new_blocks()))
-            passes = self.compile(writer.store.unit_size)
+        free = self.memory - writer.files.bytes_held
+        if first and self.device_pass:
+            free -= self.device_pass.bytes_needed
+        # Memory of the first units is touched while the program compiles, or while the first passes run.
+        spare = SpareBlocks(writer, min(2, len(missing), free // self._unit_bytes(writer)))
+        passes = self.compile(writer.store.unit_size)
         ahead, depth = self._in_memory(writer, passes)
-        del spare[ahead + 1 :]
+        spare.keep(ahead + 1)
         batches = [
             (start, last, a, min(a + passes.batch_size, last))
             for start, last in missing
@@ -335,9 +337,11 @@ class _Job:
         stopped = False
         try:
             inputs = _ahead(inputs_pool, lambda batch: self.prepared.read(batch[2], batch[3]), batches)
+            ordered = _rows_in_order(passes, inputs, depth, first)
+            del first
             unit: Unit | None = None
             began = time.perf_counter()
-            for (start, last, a, b), examples, rows in _rows_in_order(passes, inputs, depth):
+            for (start, last, a, b), examples, rows in ordered:
                 if stop():
                     stopped = True
                     break
@@ -507,16 +511,29 @@ def ntk(
 
 
 def _rows_in_order(
-    passes: DevicePass, inputs: Iterator[tuple[Any, Future[Any]]], depth: int
+    passes: DevicePass,
+    inputs: Iterator[tuple[Any, Future[Any]]],
+    depth: int,
+    ready: tuple[Any, BatchRows] | None = None,
 ) -> Iterator[tuple[Any, Any, BatchRows]]:
-    """Batch, inputs and rows of each device pass; up to `depth` passes are begun before the first is waited for."""
+    """Batch, inputs and rows of each device pass; up to `depth` passes are begun before the first is waited for.
+
+    `ready` holds inputs and rows of the first of them, if it was made already.
+    """
     started: deque[tuple[Any, Any, int, Any]] = deque()
     for batch, reading in inputs:
-        # Slow inputs hold nothing back: what has been begun is landed while they are read.
-        while started and not reading.done():
-            yield _landed(passes, *started.popleft())
-        examples = reading.result()
-        for first, values in passes.dispatch(examples):
+        if ready is not None:
+            started.append((batch, ready[0], 0, ready[1]))
+            examples, made, ready = ready[0], 1, None
+            if depth == 1:
+                yield _landed(passes, *started.popleft())
+        else:
+            # Slow inputs hold nothing back: what has been begun is landed while they are read. But nothing has been
+            # begun while there are only rows at hand.
+            while started and not isinstance(started[0][3], BatchRows) and not reading.done():
+                yield _landed(passes, *started.popleft())
+            examples, made = reading.result(), 0
+        for first, values in passes.dispatch(examples, made):
             started.append((batch, examples, first, values))
             if len(started) >= depth:
                 yield _landed(passes, *started.popleft())
@@ -525,7 +542,8 @@ def _rows_in_order(
 
 
 def _landed(passes: DevicePass, batch: Any, examples: Any, first: int, values: Any) -> tuple[Any, Any, BatchRows]:
-    return batch, examples, passes.fetch(first, values, batch[3] - batch[2])
+    rows = values if isinstance(values, BatchRows) else passes.fetch(first, values, batch[3] - batch[2])
+    return batch, examples, rows
 
 
 def _ahead(

@@ -172,10 +172,13 @@ class DevicePass:
 
         return jax.tree_util.tree_map(pad, examples)
 
-    def dispatch(self, examples: Any) -> Iterator[tuple[int, Any]]:
-        """Start the pass for a batch; yields device values for each slice of outputs without waiting for them."""
+    def dispatch(self, examples: Any, made: int = 0) -> Iterator[tuple[int, Any]]:
+        """Start the pass for a batch; yields device values for each slice of outputs without waiting for them.
+
+        The first `made` slices are left out.
+        """
         padded = self._padded(examples)
-        for first in range(0, self.prepared.n_outputs, self.output_batch):
+        for first in range(made * self.output_batch, self.prepared.n_outputs, self.output_batch):
             with precision_context(self.float64):
                 yield first, self._program(*self._parameters, padded, first)
 

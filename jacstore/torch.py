@@ -25,7 +25,6 @@ except ModuleNotFoundError as error:
 
 from jacstore import hierarchy, machine
 from jacstore.attributes import DTYPES
-from jacstore.blocks import UnitBlock
 from jacstore.builder import LAYOUTS
 from jacstore.errors import Interrupted, Mismatch, Refused
 from jacstore.inputs import Arrays, Dataset, is_dataset
@@ -34,7 +33,7 @@ from jacstore.progress import BatchDone, Listener, Started, silent
 from jacstore.store import JacobianStore
 from jacstore.torch_network import Network, close, host, mapped, requested, settings
 from jacstore.torch_pass import TorchPass
-from jacstore.unit import Unit, refuse_other_inputs
+from jacstore.unit import SpareBlocks, Unit, refuse_other_inputs
 from jacstore.writer import StoreWriter
 
 
@@ -163,7 +162,7 @@ def _run(
 ) -> dict[str, float]:
     """Compute and write the missing units, one being written while the next is filled."""
     times = {"seconds_device": 0.0, "seconds_write": 0.0}
-    spare: list[dict[str, UnitBlock]] = []
+    spare = SpareBlocks(writer, min(2, len(writer.missing)))
     writing: Future[float] | None = None
     stopped = False
     with ThreadPoolExecutor(1, "jacstore-unit") as pool:

@@ -6,6 +6,7 @@ import hashlib
 import random
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -22,15 +23,43 @@ UNITS_REHASHED = 4
 REHASHED_AT_ONCE = 256
 
 
+class SpareBlocks:
+    """Memory for units: that of written ones is used again, that of the first `count` is touched by a thread.
+
+    Fresh pages cost as much as copying rows into them, and the first device passes take as long.
+    """
+
+    def __init__(self, writer: StoreWriter, count: int) -> None:
+        self._new, self._spare = writer.new_blocks, list[dict[str, UnitBlock]]()
+        pool = ThreadPoolExecutor(1, "jacstore-touch")
+        self._touched = [pool.submit(writer.new_blocks) for _ in range(count)]
+        pool.shutdown(wait=False)
+
+    def keep(self, count: int) -> None:
+        """Give up what is touched beyond the first `count`."""
+        for future in self._touched[count:]:
+            if not future.cancel():
+                future.result()
+        del self._touched[count:]
+
+    def take(self) -> dict[str, UnitBlock]:
+        """Memory for one unit."""
+        if self._spare:
+            return self._spare.pop()
+        return self._touched.pop(0).result() if self._touched else self._new()
+
+    def give(self, blocks: dict[str, UnitBlock]) -> None:
+        """Memory of a unit that is written."""
+        self._spare.append(blocks)
+
+
 class Unit:
     """Rows of one unit on the host, filled batch by batch and slice by slice."""
 
-    def __init__(
-        self, writer: StoreWriter, start: int, last: int, outputs_dtype: str, spare: list[dict[str, UnitBlock]]
-    ) -> None:
+    def __init__(self, writer: StoreWriter, start: int, last: int, outputs_dtype: str, spare: SpareBlocks) -> None:
         self.writer, self.start, self._spare = writer, start, spare
         count, k = last - start, writer.store.n_outputs
-        self.blocks = spare.pop() if spare else writer.new_blocks()
+        self.blocks = spare.take()
         self.norms = np.empty((count, k, len(writer.leaves)))
         self.outputs = np.empty((count, k), outputs_dtype)
         self.inputs = InputsHash()
@@ -61,7 +90,7 @@ class Unit:
         except Exception as error:
             error.add_note(f"while writing the unit of examples {self.start} to {self.start + len(self.norms) - 1}")
             raise
-        self._spare.append(self.blocks)
+        self._spare.give(self.blocks)
         return time.perf_counter() - began
 
 

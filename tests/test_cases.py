@@ -31,6 +31,7 @@ from helpers_process import LATCHED, Command, contents, invoke, run_command, wri
 import jacstore
 import jacstore.builder
 import jacstore.files
+import jacstore.jacobian
 import jacstore.ledger
 import jacstore.schedule
 import jacstore.store_plan
@@ -1133,6 +1134,25 @@ def test_case_34_a_measured_codec_is_kept_when_measuring_again_says_otherwise(tm
     store = build(mlp(10), out)
     assert store.report["units_reused"] == 2 and store.info()["codecs"] == ["lz4", "none"]
     assert store.report["codec"] == "lz4" and row_error(rows_of(store), truth) <= FLOAT32
+
+
+@pytest.mark.parametrize(("part", "again"), [("1/1", 0), ("1/2", 0), ("2/2", 1)])
+def test_case_34_rows_that_a_codec_was_measured_on_are_not_computed_twice(part, again, tmp_path, monkeypatch, truth):
+    """A part that does not begin with the first example has no use for them."""
+    fetched, fetch = [], jacstore.jacobian.DevicePass.fetch
+
+    def counting(self, first, values, count):
+        fetched.append((first, count))
+        return fetch(self, first, values, count)
+
+    monkeypatch.setattr(jacstore.jacobian.DevicePass, "fetch", counting)
+    # No pass is too short to be timed.
+    monkeypatch.setattr(jacstore.builder, "LONG_RUN", 1e-9)
+    store = build(mlp(10), tmp_path / "run.jac", unit_size=5, batch_size=2, output_batch=2, part=part)
+    expected = [(first, count) for count in (2, 2, 1) for first in (0, 2)] * (2 if part == "1/1" else 1)
+    assert fetched == [(0, 2)] * again + expected
+    build(mlp(10), tmp_path / "run.jac")
+    assert row_error(rows_of(store), truth) <= FLOAT32
 
 
 def test_case_34_a_plan_made_with_other_memory_is_kept(finished, tmp_path, truth, tiny_pieces):

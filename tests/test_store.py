@@ -24,7 +24,7 @@ import jacstore.files
 from jacstore import StoreWriter
 from jacstore.blocks import from_bfloat16, to_bfloat16
 from jacstore.errors import Damaged, Incomplete, Mismatch, NonFinite, Refused
-from jacstore.files import PAGE, Folder, Memory
+from jacstore.files import PAGE, STAGED, Folder, Memory
 from jacstore.pieces import CODECS, FileRecord, page_aligned, raw
 from jacstore.progress import UnitDone
 from jacstore.store import open_store
@@ -629,8 +629,39 @@ def test_what_is_written_past_the_page_cache_is_there_to_the_byte(size, why_not,
     elif why_not == "the machine":
         monkeypatch.setattr(jacstore.files, "DIRECT", 0)
     body = data[1:] if why_not == "the buffer" else data[:size]
-    assert Folder(tmp_path).write("x", [raw(body), b"and what follows"], cached=False) == size + 16
+    assert Folder(tmp_path).write("x", [raw(body), b"and what follows"]) == size + 16
     assert (tmp_path / "x").read_bytes() == body.tobytes() + b"and what follows"
+
+
+@pytest.mark.parametrize("sizes", [(STAGED, 4) * 3, (PAGE, PAGE, 5, PAGE), (7,) * 3000, (STAGED - 4, 4, STAGED, 1)])
+def test_buffers_of_any_size_are_written_past_the_page_cache_in_whole_pages(sizes, tmp_path, monkeypatch):
+    calls, write = [], os.write
+
+    def seen(descriptor, view):
+        direct = bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
+        calls.append((direct, write(descriptor, view)))
+        return calls[-1][1]
+
+    monkeypatch.setattr(os, "write", seen)
+    data = page_aligned((sum(sizes),), "uint8")
+    data[:] = np.random.default_rng(0).integers(0, 256, len(data))
+    ends = np.cumsum(sizes)
+    folder = Folder(tmp_path)
+
+    def buffers():
+        for n, (size, end) in enumerate(zip(sizes, ends, strict=True)):
+            if n == 2:
+                folder.write("meanwhile", [b"another file"])
+            yield raw(data[end - size : end])
+
+    assert folder.write("x", buffers()) == len(data)
+    assert (tmp_path / "x").read_bytes() == data.tobytes()
+    assert (tmp_path / "meanwhile").read_bytes() == b"another file"
+    direct = [size for past, size in calls if past]
+    assert all(size % PAGE == 0 for size in direct)
+    # Where the file system can do it, whatever is whole pages goes past the cache.
+    if direct:
+        assert sum(direct) == len(data) // PAGE * PAGE
 
 
 def test_a_full_disk_is_one_past_the_page_cache_too(tmp_path, monkeypatch):
@@ -639,7 +670,7 @@ def test_a_full_disk_is_one_past_the_page_cache_too(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "write", full)
     with pytest.raises(Refused, match="disk full"):
-        Folder(tmp_path).write("x", [raw(page_aligned((PAGE,), "uint8"))], cached=False)
+        Folder(tmp_path).write("x", [raw(page_aligned((PAGE,), "uint8"))])
 
 
 def test_a_store_beyond_its_memory_moves_to_a_temporary_folder_that_goes_quietly_with_it():
