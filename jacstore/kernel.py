@@ -293,7 +293,7 @@ class Kernel:
             _copy(values, piece[tuple(slice(0, n) for n in values.shape)])
             encoder = FileEncoder(layout)
             name = layout.file_name(self._grid(*at))
-            self.files.write(name, encoder.encode(piece) + encoder.close())
+            self.files.write(name, encoder.encode(piece) + encoder.close(), cached=False)
             records[name] = encoder.record().to_list()
         return records
 

@@ -126,6 +126,8 @@ class StoreWriter:
         self._lock: Lock | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._done = set(self.store.ledger.done("unit"))
+        # What the page cache cannot hold until it is read is not worth copying there.
+        self._cached = self.store.bytes_decoded <= machine.available_memory() // 2
 
     def __enter__(self) -> StoreWriter:
         if isinstance(self.files, Folder) and self.units:
@@ -430,7 +432,9 @@ class StoreWriter:
         for (name, file), pieces in files.items():
             at = (unit, *[0] * (len(layouts[name].shape) - 2), file)
             path = layouts[name].file_name(at)
-            futures[path] = self._workers().submit(_write_file, self.files, path, layouts[name], pieces)
+            futures[path] = self._workers().submit(
+                _write_file, self.files, path, layouts[name], pieces, cached=self._cached or name in small
+            )
         return {path: future.result() for path, future in futures.items()}
 
     def _create(
@@ -525,7 +529,9 @@ def _padded(layout: ArrayLayout, values: np.ndarray) -> np.ndarray:
     return piece
 
 
-def _write_file(files: Files, name: str, layout: ArrayLayout, pieces: Iterable[np.ndarray | None]) -> FileRecord:
+def _write_file(
+    files: Files, name: str, layout: ArrayLayout, pieces: Iterable[np.ndarray | None], *, cached: bool
+) -> FileRecord:
     encoder = FileEncoder(layout)
 
     def buffers() -> Iterator[bytes | memoryview]:
@@ -533,7 +539,7 @@ def _write_file(files: Files, name: str, layout: ArrayLayout, pieces: Iterable[n
             yield from encoder.encode(piece)
         yield from encoder.close()
 
-    files.write(name, buffers())
+    files.write(name, buffers(), cached)
     return encoder.record()
 
 

@@ -629,7 +629,7 @@ def test_what_is_written_past_the_page_cache_is_there_to_the_byte(size, why_not,
     elif why_not == "the machine":
         monkeypatch.setattr(jacstore.files, "DIRECT", 0)
     body = data[1:] if why_not == "the buffer" else data[:size]
-    assert Folder(tmp_path).write("x", [raw(body), b"and what follows"]) == size + 16
+    assert Folder(tmp_path).write("x", [raw(body), b"and what follows"], cached=False) == size + 16
     assert (tmp_path / "x").read_bytes() == body.tobytes() + b"and what follows"
 
 
@@ -651,10 +651,10 @@ def test_buffers_of_any_size_are_written_past_the_page_cache_in_whole_pages(size
     def buffers():
         for n, (size, end) in enumerate(zip(sizes, ends, strict=True)):
             if n == 2:
-                folder.write("meanwhile", [b"another file"])
+                folder.write("meanwhile", [b"another file"], cached=False)
             yield raw(data[end - size : end])
 
-    assert folder.write("x", buffers()) == len(data)
+    assert folder.write("x", buffers(), cached=False) == len(data)
     assert (tmp_path / "x").read_bytes() == data.tobytes()
     assert (tmp_path / "meanwhile").read_bytes() == b"another file"
     direct = [size for past, size in calls if past]
@@ -664,13 +664,31 @@ def test_buffers_of_any_size_are_written_past_the_page_cache_in_whole_pages(size
         assert sum(direct) == len(data) // PAGE * PAGE
 
 
+def test_rows_that_the_page_cache_could_not_keep_are_written_past_it(tmp_path, monkeypatch):
+    past, write_file = set(), Folder.write
+
+    def seen(self, name, buffers, cached=True):
+        if not cached:
+            past.add(name.split("/")[0])
+        return write_file(self, name, buffers, cached)
+
+    monkeypatch.setattr(Folder, "write", seen)
+    rows = rows_of()
+    kept = write(tmp_path / "kept.jac", rows)
+    assert not past
+    monkeypatch.setattr(jacstore.machine, "available_memory", lambda: 2 * kept.bytes_decoded - 1)
+    other = write(tmp_path / "other.jac", rows, memory="1GB")
+    assert past == {"rows"}
+    np.testing.assert_array_equal(other.array.compute(), kept.array.compute())
+
+
 def test_a_full_disk_is_one_past_the_page_cache_too(tmp_path, monkeypatch):
     def full(descriptor, view):
         raise OSError(errno.ENOSPC, "no space left")
 
     monkeypatch.setattr(os, "write", full)
     with pytest.raises(Refused, match="disk full"):
-        Folder(tmp_path).write("x", [raw(page_aligned((PAGE,), "uint8"))])
+        Folder(tmp_path).write("x", [raw(page_aligned((PAGE,), "uint8"))], cached=False)
 
 
 def test_a_store_beyond_its_memory_moves_to_a_temporary_folder_that_goes_quietly_with_it():
