@@ -128,6 +128,8 @@ def test_headline_reads_factors_once_and_agrees_with_plain_gradients(tmp_path):
     figures = headline.main(["--examples", "40", "--outputs", "all", "--memory", "2GB", "--out", str(tmp_path)])
     assert figures["passes"] == 1 and figures["largest_error"] <= 1e-6
     assert figures["smaller"] > 100 and figures["parameters"] == 2_383_370
+    built = headline.main(["--examples", "8", "--net", "cnn", "--no-kernel", "--out", str(tmp_path / "cnn")])
+    assert built["smaller"] > 13 and "seconds_gram" not in built and not (tmp_path / "cnn/kernel.ntk").exists()
 
 
 @pytest.mark.slow
