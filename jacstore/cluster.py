@@ -28,9 +28,9 @@ def on_threads(work: Work, todo: list[int], listener: Listener, stop: Callable[[
     abandoned, running = threading.Event(), threading.Semaphore(ITEMS_ALIVE)
 
     def one(number: int) -> dict[str, Any]:
-        if stop() or abandoned.is_set():
-            raise Interrupted("interrupted before an item")
         with running:
+            if stop() or abandoned.is_set():
+                raise Interrupted("interrupted before an item")
             result = run_item(work, number, listener, lambda: stop() or abandoned.is_set())
         listener(ItemDone(item=number))
         return result
@@ -40,10 +40,11 @@ def on_threads(work: Work, todo: list[int], listener: Listener, stop: Callable[[
     try:
         return list(compute(*tasks, scheduler="threads", num_workers=alive))
     finally:
-        # After Ctrl-C in Python Dask returns at once; running items must stop before their lock is given up.
+        # After an error or Ctrl-C Dask returns at once; running items must stop before their lock is given up.
         abandoned.set()
         for _ in range(ITEMS_ALIVE):
             running.acquire()
+        running.release(ITEMS_ALIVE)
 
 
 def on_cluster(

@@ -17,6 +17,7 @@ from jacstore import machine
 from jacstore.blas_threads import blas_threads
 from jacstore.factors import FactorSet, block_view
 from jacstore.plan import PRODUCT_BYTES
+from jacstore.threads import all_done
 
 # Examples of a tile that a single thread multiplies: cutting it up would cost more than it gains.
 LEAST_SPLIT = 128
@@ -160,7 +161,7 @@ class BlasEngine:
                 one(job)
         else:
             with blas_threads(1):
-                list(self._pool.map(one, jobs))
+                all_done(self._pool, one, jobs)
         return total
 
     def fetch(self, total: np.ndarray) -> np.ndarray:

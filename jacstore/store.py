@@ -30,6 +30,7 @@ from jacstore.plan import IO_THREADS, Side
 from jacstore.schema import Open, short_hash, typed
 from jacstore.store_plan import FILE_BYTES
 from jacstore.terms import Leaf, Operand, expand
+from jacstore.threads import all_done
 from jacstore.views import resolve
 
 
@@ -357,8 +358,7 @@ class JacobianStore:
         if self._readers is None:
             self._readers = ThreadPoolExecutor(IO_THREADS, "jacstore-read")
         region = (start, stop, first, last)
-        for _ in self._readers.map(lambda task: self._read_file(layout, task[0], task[1], region, out), tasks):
-            pass
+        all_done(self._readers, lambda task: self._read_file(layout, task[0], task[1], region, out), tasks)
 
     def _read_file(
         self, layout: ArrayLayout, unit: int, file: int, region: tuple[int, int, int, int], out: np.ndarray

@@ -29,6 +29,7 @@ from jacstore.rounding import observed_rounding
 from jacstore.store import JacobianStore, operand_array, operand_name
 from jacstore.store_plan import FILE_BYTES, PIECE_BYTES, StorePlan, plan_store
 from jacstore.terms import Leaf, Operand, dense_leaves, expand
+from jacstore.threads import all_done
 
 ARRAYS = ("rows", "factors", "outputs", "norms")
 # Where the effect of rounding is looked at: one example of so many units, and so many of its rows.
@@ -428,14 +429,14 @@ class StoreWriter:
         }
         for name, values in small.items():
             files[name, 0] = iter([_padded(layouts[name], values)])
-        futures = {}
-        for (name, file), pieces in files.items():
-            at = (unit, *[0] * (len(layouts[name].shape) - 2), file)
-            path = layouts[name].file_name(at)
-            futures[path] = self._workers().submit(
-                _write_file, self.files, path, layouts[name], pieces, cached=self._cached or name in small
-            )
-        return {path: future.result() for path, future in futures.items()}
+
+        def write(task: tuple[tuple[str, int], Iterator[np.ndarray | None]]) -> tuple[str, FileRecord]:
+            (name, file), pieces = task
+            path = layouts[name].file_name((unit, *[0] * (len(layouts[name].shape) - 2), file))
+            cached = self._cached or name in small
+            return path, _write_file(self.files, path, layouts[name], pieces, cached=cached)
+
+        return dict(all_done(self._workers(), write, files.items()))
 
     def _create(
         self,

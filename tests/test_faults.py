@@ -10,7 +10,9 @@ import errno
 import os
 import random
 import shutil
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ import jacstore.files
 from jacstore import gram
 from jacstore.errors import Damaged, Locked, Refused
 from jacstore.progress import ItemDone, SlabDone, UnitDone
+from jacstore.threads import all_done
 
 KINDS = ("dense", "factored")
 TILE = {"tile": 3}
@@ -325,3 +328,45 @@ def test_reading_writes_nothing(pristine, place):
         jacstore.open(place / name).info()
         bits(jacstore.open(place / name))
     assert contents(place) == before
+
+
+def test_once_a_command_has_failed_nothing_of_it_goes_on(place, monkeypatch):
+    """Reads that still ran wrote their notes after the error, into a folder that its owner had removed by then."""
+    for file in data_files(place / "run.jac"):
+        if "outputs" not in file.parts and "norms" not in file.parts:
+            file.write_bytes(bytes(file.stat().st_size))
+    mark = jacstore.JacobianStore.mark
+
+    def slowly(self, unit, wrong=False):
+        if unit:
+            time.sleep(0.05)
+        mark(self, unit, wrong)
+
+    monkeypatch.setattr(jacstore.JacobianStore, "mark", slowly)
+    for work in (lambda: bits(jacstore.open(place / "run.jac")), lambda: gram(place / "run.jac", out=place / "x.ntk")):
+        with pytest.raises(Damaged):
+            work()
+        shutil.copytree(place / "run.jac", place / "kept.jac")
+        shutil.rmtree(place / "run.jac")
+        time.sleep(0.1)
+        assert not (place / "run.jac").exists()
+        (place / "kept.jac").rename(place / "run.jac")
+
+
+def test_a_failed_task_waits_for_those_that_run_and_leaves_out_the_rest():
+    begun, ended, both = [], [], threading.Barrier(2, timeout=10)
+
+    def work(task):
+        begun.append(task)
+        if task < 2:
+            both.wait()
+        if task == 0:
+            raise ValueError("the first")
+        time.sleep(0.1)
+        ended.append(task)
+
+    with ThreadPoolExecutor(2) as pool:
+        with pytest.raises(ValueError, match="the first"):
+            all_done(pool, work, range(100))
+        assert sorted(begun) == [0, *sorted(ended)] and len(begun) < 100
+        assert all_done(pool, lambda task: task**2, range(5)) == [0, 1, 4, 9, 16]

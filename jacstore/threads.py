@@ -1,0 +1,26 @@
+"""In: a pool of threads and tasks. Out: their results, or an error once none of them runs any more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TypeVar
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+
+def all_done(pool: ThreadPoolExecutor, work: Callable[[Task], Result], tasks: Iterable[Task]) -> list[Result]:
+    """The result of each task, in order.
+
+    After an error or Ctrl-C those not begun are left out, and those that run are waited for: the memory and the files
+    that they were given are the caller's again.
+    """
+    futures: list[Future[Result]] = []
+    try:
+        futures.extend(pool.submit(work, task) for task in tasks)
+        return [future.result() for future in futures]
+    finally:
+        for future in futures:
+            future.cancel()
+        wait(futures)
