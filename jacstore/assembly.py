@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 import os
 import time
 from collections.abc import Callable
@@ -329,8 +330,23 @@ class _Job:
         require_plan_of(kernel, self.rows, self.cols)
         return kernel
 
+    def _refuse_overflow(self) -> None:
+        """Refuse rows whose products are beyond the largest float32, where they are computed or kept as such."""
+        if self.precision == self.dtype == "float64":
+            return
+        largest = 1.0
+        for store in (self.rows, self.cols or self.rows):
+            norms = store.norms.sum((1, 2) if self.mode == "trace" else 2)
+            largest *= math.sqrt(norms[np.isfinite(norms)].max(initial=0.0))
+        if largest > float(np.finfo(np.float32).max):
+            raise Refused(
+                f"{self.rows.path}: products of rows are up to {largest:.2g}, and float32 ends at 3.4e+38; give "
+                "--precision float64 and --dtype float64 (precision=, dtype=), or outputs in a larger unit"
+            )
+
     def _create(self, files: Files) -> None:
         plan = self.plan()
+        self._refuse_overflow()
         leaves = [leaf.path for leaf in self.rows.leaves] if self.by_leaf else []
         if isinstance(files, Folder):
             needed = expected_bytes(plan, leaves, np.dtype(self.dtype).itemsize, self.triangle)

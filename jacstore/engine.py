@@ -152,8 +152,10 @@ class BlasEngine:
             left = slice(rows.start + i.start, rows.start + i.stop)
             right = slice(cols.start + j.start, cols.start + j.stop)
             target = block_view(mode, total, i, j, a.n_outputs)
-            for part in a.parts(mode, left, b, right, matmul=self._buffers.matmul):
-                target += part
+            # As in an item; threads of a pool do not inherit it.
+            with np.errstate(over="ignore", invalid="ignore"):
+                for part in a.parts(mode, left, b, right, matmul=self._buffers.matmul):
+                    target += part
 
         if len(jobs) < 2 or self._threads < 2:
             # All BLAS threads for a single job.

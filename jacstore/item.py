@@ -68,11 +68,13 @@ class ItemRun:
         self.partial_facts: dict[str, Any] = {}
 
     def run(self) -> dict[str, Any]:
-        # One item computes while another one writes.
-        with self.work.turn:
-            totals, counts = self._compute()
-        if not self.kernel.leaves:
-            self._finish_leaf(0, totals)
+        # Numbers beyond their type become infinite; the comparison with the norms names them.
+        with np.errstate(over="ignore", invalid="ignore"):
+            # One item computes while another one writes.
+            with self.work.turn:
+                totals, counts = self._compute()
+            if not self.kernel.leaves:
+                self._finish_leaf(0, totals)
         if self.plan.resident:
             self.work.spare.extend(total for total in totals if isinstance(total, np.ndarray))
         facts = {**counts, **self.times}

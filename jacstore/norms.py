@@ -111,9 +111,10 @@ def largest_difference(
     `allowed` gives the absolute difference that a place beyond `bound` may have, infinite where numbers are known to be
     NaN or infinite: sums that cancel keep the rounding of their terms, so the common bound is not the last word.
     """
-    off = np.where(found == exact, 0.0, np.abs(found - exact))
-    scale = np.maximum(np.maximum(np.abs(exact), np.abs(found)), np.finfo(float).tiny)
-    relative = off / scale
+    with np.errstate(over="ignore", invalid="ignore"):
+        off = np.where(found == exact, 0.0, np.abs(found - exact))
+        scale = np.maximum(np.maximum(np.abs(exact), np.abs(found)), np.finfo(float).tiny)
+        relative = off / scale
     figure = slack = 0.0
     limit = bound
     for entry in np.argwhere(~(relative <= bound)):

@@ -35,7 +35,7 @@ import jacstore.jacobian
 import jacstore.ledger
 import jacstore.schedule
 import jacstore.store_plan
-from jacstore import Problem, StoreWriter, build, gram
+from jacstore import Problem, StoreWriter, build, gram, ntk
 from jacstore.errors import Damaged, Incomplete, Interrupted, Locked, Mismatch, NonFinite, ProbeFailed
 from jacstore.machine import boot_id
 from jacstore.progress import SlabDone, UnitDone, Waiting
@@ -1162,6 +1162,22 @@ def test_case_34_a_plan_made_with_other_memory_is_kept(finished, tmp_path, truth
     before = jacstore.open(tmp_path / "run.ntk").plan
     kernel = gram(finished, out=tmp_path / "run.ntk", memory="8GB")
     assert kernel.plan == before and kernel_error(values(kernel), dense_kernel(truth)) <= FLOAT32
+
+
+@pytest.mark.parametrize("layout", ["dense", "factored"])
+@pytest.mark.parametrize("mode", ["full", "trace"])
+def test_products_beyond_float32_are_refused_and_computed_in_float64(layout, mode, tmp_path):
+    def far(factor):
+        return mlp(6, apply=lambda p, x: x @ p["layer0"]["w"] * np.float32(factor), select="layer0/w")
+
+    build(far(1e25), tmp_path / "run.jac", codec="none", layout=layout)
+    for options in ({}, {"precision": "float64", "dtype": "float32"}):
+        text = refusal(gram, tmp_path / "run.jac", out=tmp_path / "run.ntk", mode=mode, **options)
+        assert "float32 ends at 3.4e+38" in text and "--precision float64" in text
+    assert not (tmp_path / "run.ntk" / "zarr.json").exists()
+    large = gram(tmp_path / "run.jac", out=tmp_path / "run.ntk", mode=mode, precision="float64")
+    plain = ntk(far(1.0).apply, far(1.0).params, far(1.0).inputs, mode=mode, select="layer0/w", dtype="float64")
+    assert kernel_error(values(large) / 1e50, plain) <= FLOAT32
 
 
 # --- 35: many outputs -------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import shutil
 import stat
 import string
 import sys
+import warnings
 from collections import Counter
 from pathlib import Path
 
@@ -454,6 +455,19 @@ def test_torn_and_changed_text_is_one_line(scenes, data):
         )
     )
     try_some(scene, place, data, made_up=False)
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "trace"}, {"by_leaf": True}], ids=str)
+def test_a_scale_beyond_float32_is_named_by_the_norms(options, scenes):
+    place = scenes("factored").fresh()
+    document = json.loads((place / "run.jac" / "zarr.json").read_text())
+    scaled = [leaf for leaf in document["attributes"]["leaves"] if leaf["terms"][0].get("scale")]
+    scaled[-1]["terms"][0]["scale"] = 10**30
+    (place / "run.jac" / "zarr.json").write_text(text_of(signed(document)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(Damaged, match="is inf, the squared norm"):
+            gram(place / "run.jac", out=place / "new.ntk", **options, **TILE)
 
 
 # --- files, folders and links in the wrong places ---------------------------------------------------------------------
