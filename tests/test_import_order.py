@@ -24,6 +24,7 @@ FLOORS = {
         "report",
         "schema",
         "terminal",
+        "threads",
         "wording",
     ),
     2: (
