@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+import numpy as np
 
 CALLS = {
     "jit",
@@ -69,7 +70,7 @@ class Backward:
     def constant(self, var: Any) -> float:
         """The value of a scalar that depends on parameters alone."""
         example, cotangent = self._shape
-        return float(self.values(*self._parameters, example, cotangent, [var])[0])
+        return float(np.asarray(self.values(*self._parameters, example, cotangent, [var])[0]).item())
 
 
 def _inner(eqn: Any) -> Any:

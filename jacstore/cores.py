@@ -37,13 +37,30 @@ class Made:
     def _order(self) -> Any:
         """Where each number comes from in the root, as a hash."""
         shape = self.root.aval.shape
-        if math.prod(shape) > MAX_MAP:
+        if math.prod(shape) > MAX_MAP or not self.only_moved:
             return self.steps
         found = moved(np.arange(math.prod(shape), dtype=np.int32).reshape(shape), self.steps)
         return hashlib.blake2b(found.tobytes(), digest_size=16).digest()
 
-    def finish(self, value: Any) -> Any:
-        value = moved(value, self.steps).reshape(self.shape)
+    @property
+    def only_moved(self) -> bool:
+        """Whether the numbers of the root are only moved, not changed."""
+        return all(kind != "map" for kind, _ in self.steps)
+
+    @property
+    def needs(self) -> list[Any]:
+        """The variables that it is formed from: its root, then those that its maps multiply by."""
+        return [self.root, *(var for kind, step in self.steps if kind == "map" for var in step.needs)]
+
+    def finish(self, values: Sequence[Any]) -> Any:
+        """The operand from the values of what it `needs`."""
+        value, more = values[0], iter(values[1:])
+        for kind, step in self.steps:
+            if kind == "map":
+                value = step.apply(value, *(next(more) for _ in step.needs))
+            else:
+                value = moved(value, ((kind, step),))
+        value = value.reshape(self.shape)
         if self.role != "ids":
             return value
         value = value.astype(jnp.int32)

@@ -58,11 +58,13 @@ class Cut:
         others = [n for n in names if n not in vectors]
 
         def one(cotangent: Any) -> tuple[Any, list[Any], list[Any], list[Any]]:
-            roots = [self._made[n].root for n in [*others, *vectors]]
-            found = flat.values(selected, rest, example, cotangent, [*flat.outputs, *roots, *self._row_roots()])
-            outputs, found = found[: len(flat.outputs)], found[len(flat.outputs) :]
-            made = [self._made[n].finish(v) for n, v in zip([*others, *vectors], found, strict=False)]
-            return outputs[0], made[: len(others)], made[len(others) :], found[len(names) :]
+            needs = [self._made[n].needs for n in [*others, *vectors]]
+            wanted = [*flat.outputs, *(var for each in needs for var in each), *self._row_roots()]
+            found = iter(flat.values(selected, rest, example, cotangent, wanted))
+            outputs = [next(found) for _ in flat.outputs]
+            given = [[next(found) for _ in each] for each in needs]
+            made = [self._made[n].finish(v) for n, v in zip([*others, *vectors], given, strict=True)]
+            return outputs[0], made[: len(others)], made[len(others) :], list(found)
 
         outputs, inputs, vectors_found, roots = jax.vmap(one, out_axes=(None, None, 0, 0))(cotangents)
         operands = dict(zip([*others, *vectors], [*inputs, *vectors_found], strict=True))
@@ -78,13 +80,17 @@ class Cut:
 
     def _finish_rows(self, operands: dict[str, Any], roots: list[Any], k: int) -> list[Any]:
         """Rows of dense leaves: a gradient as it came, or a convolution's by products of shifted images."""
-        plain, rows = iter(roots), []
+        plain, rows, used = iter(roots), [], set[str]()
         for n, terms in self._rows:
             if terms:
-                single = {name: operands.pop(name)[None] for name in {o for t in terms for o in t.operands}}
+                single = {name: operands[name][None] for name in {o for t in terms for o in t.operands}}
                 rows.append(expand(terms, single, self.leaves[n].size, jnp)[0])
+                used.update(single)
             else:
                 rows.append(next(plain).reshape(k, -1))
+        # Several rows may be formed from one of them: two convolutions that read the same image.
+        for name in used:
+            del operands[name]
         return rows
 
 

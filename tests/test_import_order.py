@@ -62,6 +62,8 @@ FLOORS = {
     3: (
         "backward",
         "cores",
+        "weight_maps",
+        "scans",
         "finder",
         "trace",
         "blocks",
@@ -153,7 +155,8 @@ NEIGHBOURS = {
     "schedule": {"footprint", "plan", "store_plan"},
     "expansion": {"plan", "terms"},
     "attributes": {"blocks", "engine"},
-    "finder": {"backward", "cores"},
+    "finder": {"backward", "cores", "weight_maps"},
+    "backward": {"scans"},
     "trace": {"backward", "cores", "finder"},
     "store": {"attributes", "blocks", "hierarchy"},
     "writer": {"attributes", "blocks", "hierarchy", "store"},
