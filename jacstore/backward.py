@@ -13,6 +13,8 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
+from jacstore import scans
+
 CALLS = {
     "jit",
     "pjit",
@@ -39,7 +41,9 @@ class Backward:
         arguments = (selected, rest, example, jnp.zeros(outputs.shape, outputs.dtype))
         traced = jax.make_jaxpr(backward)(*arguments)
         leaves = jax.tree_util.tree_leaves(arguments)
-        self.closed = jax.make_jaxpr(lambda *flat: _evaluate(traced.jaxpr, traced.consts, flat))(*leaves)
+        self.closed = jax.make_jaxpr(lambda *flat: _evaluate(traced.jaxpr, traced.consts, flat, open_scans=True))(
+            *leaves
+        )
         jaxpr = self.closed.jaxpr
         self.outputs, self.gradients = [jaxpr.outvars[0]], jaxpr.outvars[1:]
         self.producer = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
@@ -52,7 +56,11 @@ class Backward:
     def _reached(self, start: Sequence[Any]) -> set[Any]:
         reached = set(start)
         for eqn in self.closed.jaxpr.eqns:
-            if any(not isinstance(v, jex.Literal) and v in reached for v in eqn.invars):
+            flags = [not isinstance(v, jex.Literal) and v in reached for v in eqn.invars]
+            if eqn.primitive.name == "scan":
+                outputs = scans.reached(eqn, flags)
+                reached.update(v for v, flag in zip(eqn.outvars, outputs, strict=True) if flag)
+            elif any(flags):
                 reached.update(eqn.outvars)
         return reached
 
@@ -85,8 +93,17 @@ def _inner(eqn: Any) -> Any:
     return None
 
 
-def _evaluate(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], wanted: Sequence[Any] | None = None) -> Any:
-    """Run a jaxpr with its wrapping calls opened; with `wanted`, only what these variables need."""
+def _evaluate(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    arguments: Sequence[Any],
+    wanted: Sequence[Any] | None = None,
+    open_scans: bool = False,
+) -> Any:
+    """Run a jaxpr with its wrapping calls opened; with `wanted`, only what these variables need.
+
+    With `open_scans`, products inside of scans are taken out of them.
+    """
     values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True))
     targets = jaxpr.outvars if wanted is None else wanted
     needed = {v for v in targets if not isinstance(v, jex.Literal)}
@@ -102,9 +119,23 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], wante
     for eqn in reversed(live):
         inputs, inner = [read(v) for v in eqn.invars], _inner(eqn)
         if inner is not None:
-            results = _evaluate(inner.jaxpr, inner.consts, inputs)
+            results = _evaluate(inner.jaxpr, inner.consts, inputs, open_scans=open_scans)
+        elif open_scans and (opened := _opened(eqn, inputs)) is not None:
+            results = opened
         else:
             results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
             results = results if eqn.primitive.multiple_results else [results]
         values.update(zip(eqn.outvars, results, strict=True))
     return [read(v) for v in targets]
+
+
+def _opened(eqn: Any, inputs: Sequence[Any]) -> list[Any] | None:
+    """Outputs of a scan whose products stand behind it; None if it is no scan or holds none."""
+    if eqn.primitive.name != "scan":
+        return None
+    inner = eqn.params["jaxpr"]
+    arguments = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inner.jaxpr.invars]
+    body = jax.make_jaxpr(lambda *given: _evaluate(inner.jaxpr, inner.consts, given, open_scans=True))(*arguments)
+    scan = scans.Scan(eqn, body)
+    plan = scan.plan()
+    return scan.run(plan, inputs, _evaluate) if plan.products else None

@@ -160,7 +160,7 @@ class Finder:
         elif (linear := self._map(eqn, var)) is not None:
             moving = next(v for v in eqn.invars if flat.of_cotangent(v))
             self._follow(moving, (("map", linear), *views), scale, found)
-        elif name in ("scan", "while", "cond"):
+        elif name in ("while", "cond"):
             raise _Stop(f"inside {name}")
         else:
             found.pending.append((var, scale, views))
