@@ -74,6 +74,14 @@ class UnitBlock:
         values = held.reshape(*held.shape[:-2], -1)[..., : self.columns]
         return from_bfloat16(values) if self.dtype == "bfloat16" else values
 
+    def weighted(self, n: int, weights: np.ndarray) -> np.ndarray:
+        """`weights @ example(n)` in float64, weights along the first axis; in memory one piece is wide at a time."""
+        parts = []
+        for piece in self._pieces[:, n]:
+            values = from_bfloat16(piece) if self.dtype == "bfloat16" else piece
+            parts.append(np.tensordot(weights, values.astype(np.float64), 1))
+        return np.concatenate(parts, -1)[..., : self.columns]
+
     def clear(self, count: int) -> None:
         """Fill everything beyond the first `count` examples: the array ends there."""
         self._pieces[:, count:] = self.layout.fill

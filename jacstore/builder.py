@@ -32,6 +32,7 @@ from jacstore.machine import format_size, parse_size
 from jacstore.pieces import CODECS
 from jacstore.problem import Prepared, Problem, prepare
 from jacstore.progress import BatchDone, Listener, Started, silent
+from jacstore.row_check import RowCheck
 from jacstore.store import JacobianStore, leaf_table
 from jacstore.store_plan import StorePlan, plan_store
 from jacstore.trace import cut_before_products
@@ -319,13 +320,14 @@ class _Job:
         first, self.first = self.first if missing and missing[0][0] == 0 else None, None
         if not missing:
             return times
-        free = self.memory - writer.files.bytes_held
+        check = RowCheck(self.prepared, self.leaves, self.options.dtype, self.memory)
+        free = self.memory - writer.files.bytes_held - check.bytes_needed
         if first and self.device_pass:
             free -= self.device_pass.bytes_needed
         # Memory of the first units is touched while the program compiles, or while the first passes run.
         spare = SpareBlocks(writer, min(2, len(missing), free // self._unit_bytes(writer)))
         passes = self.compile(writer.store.unit_size)
-        ahead, depth = self._in_memory(writer, passes)
+        ahead, depth = self._in_memory(writer, passes, check.bytes_needed)
         spare.keep(ahead + 1)
         batches = [
             (start, last, a, min(a + passes.batch_size, last))
@@ -340,13 +342,14 @@ class _Job:
             ordered = _rows_in_order(passes, inputs, depth, first)
             del first
             unit: Unit | None = None
-            began = time.perf_counter()
+            began = begun = time.perf_counter()
+            seconds = 0.0
             for (start, last, a, b), examples, rows in ordered:
                 if stop():
                     stopped = True
                     break
                 if unit is None:
-                    unit = Unit(writer, start, last, self.outputs_dtype, spare)
+                    unit = Unit(writer, start, last, self.outputs_dtype, spare, check, seconds)
                 times["seconds_device"] += time.perf_counter() - began
                 completes = rows.last and b == last
                 if completes and writing:
@@ -355,7 +358,7 @@ class _Job:
                 began = time.perf_counter()
                 unit.fill(a, rows)
                 if rows.last:
-                    unit.inputs.update(examples)
+                    unit.take_inputs(a, examples)
                     listener(BatchDone(examples=b - a))
                 times["seconds_device"] += time.perf_counter() - began
                 if completes:
@@ -363,6 +366,7 @@ class _Job:
                     if not ahead:
                         times["seconds_write"] += writing.pop().result()
                     unit = None
+                    seconds, begun = time.perf_counter() - begun, time.perf_counter()
                 began = time.perf_counter()
             times["seconds_write"] += sum(future.result() for future in writing)
         finally:
@@ -379,10 +383,10 @@ class _Job:
     def _unit_bytes(writer: StoreWriter) -> int:
         return writer.store.bytes_decoded // writer.store.n_examples * writer.store.unit_size
 
-    def _in_memory(self, writer: StoreWriter, passes: DevicePass) -> tuple[int, int]:
+    def _in_memory(self, writer: StoreWriter, passes: DevicePass, checking: int) -> tuple[int, int]:
         """How many units may wait for the disk while one is filled, and how many device passes may be begun."""
         store, unit = writer.store, self._unit_bytes(writer)
-        free = self.memory - store.files.bytes_held
+        free = self.memory - store.files.bytes_held - checking
         on_cpu = device().platform == "cpu"
         needed = max(1, passes.bytes_needed)
         for units in (2, 1):

@@ -15,6 +15,7 @@ import numpy as np
 from jacstore.blocks import UnitBlock
 from jacstore.errors import JacstoreError, Mismatch
 from jacstore.jacobian import BatchRows
+from jacstore.row_check import RowCheck
 from jacstore.store import operand_array
 from jacstore.writer import StoreWriter
 
@@ -56,13 +57,33 @@ class SpareBlocks:
 class Unit:
     """Rows of one unit on the host, filled batch by batch and slice by slice."""
 
-    def __init__(self, writer: StoreWriter, start: int, last: int, outputs_dtype: str, spare: SpareBlocks) -> None:
-        self.writer, self.start, self._spare = writer, start, spare
+    def __init__(
+        self,
+        writer: StoreWriter,
+        start: int,
+        last: int,
+        outputs_dtype: str,
+        spare: SpareBlocks,
+        check: RowCheck | None = None,
+        seconds: float = 0.0,
+    ) -> None:
+        self.writer, self.start, self._spare, self._check = writer, start, spare, check
+        # Examples that are compared with plain gradients before the unit is stored.
+        self._chosen = check.choose(start, last, seconds) if check else []
+        self._examples: dict[int, Any] = {}
         count, k = last - start, writer.store.n_outputs
         self.blocks = spare.take()
         self.norms = np.empty((count, k, len(writer.leaves)))
         self.outputs = np.empty((count, k), outputs_dtype)
         self.inputs = InputsHash()
+
+    def take_inputs(self, a: int, examples: Any) -> None:
+        """Take in the inputs of a batch that begins at example `a`, all its rows being there."""
+        self.inputs.update(examples)
+        count = len(jax.tree_util.tree_leaves(examples)[0])
+        for n in self._chosen:
+            if a <= n < a + count:
+                self._examples[n] = jax.tree_util.tree_map(lambda leaf, at=n - a: np.array(leaf[at]), examples)
 
     def fill(self, a: int, rows: BatchRows) -> None:
         """Copy the rows of a batch that begins at example `a`."""
@@ -82,6 +103,9 @@ class Unit:
         began = time.perf_counter()
         facts = {"inputs": self.inputs.hexdigest()}
         try:
+            for n, example in self._examples.items():
+                assert self._check is not None
+                self._check.compare(n, n - self.start, example, self.blocks)
             self.writer.write_blocks(
                 self.start, self.blocks, outputs=self.outputs, norms=self.norms, facts=facts, proven=True
             )

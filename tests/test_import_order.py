@@ -86,6 +86,7 @@ FLOORS = {
     ),
     4: (
         "jacobian",
+        "row_check",
         "unit",
         "work",
         "slabs",
@@ -162,7 +163,7 @@ NEIGHBOURS = {
     "writer": {"attributes", "blocks", "hierarchy", "store"},
     "kernel": {"attributes", "hierarchy"},
     "torch_layers": {"torch_network"},
-    "unit": {"jacobian"},
+    "unit": {"jacobian", "row_check"},
     "finish": {"norms", "work"},
     "repair": {"finish", "item", "work"},
     "resumption": {"finish", "item", "work"},

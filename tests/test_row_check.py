@@ -1,0 +1,83 @@
+"""Every unit is compared with plain gradients before it is stored, whatever the terms say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import jacstore
+from jacstore.errors import ProbeFailed
+from jacstore.row_check import RowCheck
+from jacstore.terms import Dot
+from jacstore.testing import cnn, mlp
+
+
+@pytest.fixture(autouse=True)
+def _small_leaves_count(monkeypatch):
+    monkeypatch.setattr("jacstore.trace.SMALLEST", 0)
+
+
+def spoil(monkeypatch, change):
+    """Let the finder give wrong terms for the leaf `layer0/w`."""
+    import jacstore.trace as trace
+
+    right = trace._cut
+
+    def wrong(*given):
+        cut = right(*given)
+        leaves = tuple(
+            replace(leaf, terms=tuple(change(t) for t in leaf.terms)) if leaf.path == "layer0/w" else leaf
+            for leaf in cut.leaves
+        )
+        return replace(cut, leaves=leaves)
+
+    monkeypatch.setattr(trace, "_cut", wrong)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda term: replace(term, scale=-term.scale),
+        lambda term: replace(term, scale=1.5 * term.scale),
+        lambda term: replace(term, views=(("reshape", (7, 5)), ("transpose", (1, 0)))),
+    ],
+    ids=["sign", "scale", "order"],
+)
+def test_a_wrong_term_ends_the_build_with_the_leafs_name_and_nothing_is_stored(change, dtype, monkeypatch, tmp_path):
+    spoil(monkeypatch, lambda term: change(term) if isinstance(term, Dot) else term)
+    with pytest.raises(ProbeFailed, match=r"'layer0/w' is not the gradient .*layout='dense'"):
+        jacstore.build(mlp(8, outputs="sum"), tmp_path / "run.jac", dtype=dtype, layout="factored", unit_size=4)
+    assert not list((tmp_path / "run.jac" / "ledger").glob("unit*"))
+
+
+@pytest.mark.parametrize("layout", ["auto", "dense", "factored"])
+@pytest.mark.parametrize("network", [mlp, cnn])
+def test_every_unit_is_compared(network, layout, monkeypatch):
+    seen = []
+    compare = RowCheck.compare
+    monkeypatch.setattr(RowCheck, "compare", lambda self, n, *more: (seen.append(n), compare(self, n, *more)))
+    jacstore.build(network(9), None, layout=layout, unit_size=2, dtype="float64")
+    assert {n // 2 for n in seen} == set(range(5))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
+def test_what_is_right_passes_in_every_type_and_for_every_example(dtype, monkeypatch):
+    monkeypatch.setattr("jacstore.row_check.SHARE", 1e9)
+    for problem in (mlp(20), cnn(20), cnn(20, outputs="sum")):
+        jacstore.build(problem, None, dtype=dtype, unit_size=10)
+
+
+def test_examples_that_are_not_finite_are_left_to_the_build():
+    problem = mlp(3)
+    problem.inputs[1] = np.nan
+    store = jacstore.build(problem, None, unit_size=1, allow_nonfinite=True)
+    assert store.nonfinite_examples == [1]
+
+
+def test_gradients_that_do_not_fit_are_left_out(monkeypatch):
+    monkeypatch.setattr("jacstore.row_check.GRADIENT_SHARE", 2**60)
+    store = jacstore.build(mlp(4), None)
+    assert store.complete
