@@ -123,15 +123,16 @@ class DevicePass:
             arguments = (self.prepared.selected, self.prepared.rest, self._padded(self.prepared.read(0, 1)), 0)
             # Parameters go to the device once, not with every batch.
             self._parameters = jax.device_put(arguments[:2])
-            self._program = jax.jit(self._batch).lower(*self._parameters, *arguments[2:]).compile()
-        analysis = self._program.memory_analysis()
-        self.bytes_needed = 0
-        if analysis is not None:
-            self.bytes_needed = int(
-                analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + analysis.output_size_in_bytes
-            )
+            lowered = jax.jit(self._batch).lower(*self._parameters, *arguments[2:])
+            self._program = lowered.compile()
+            # Norms of factors are a program of their own: in one program, XLA computed a deep network's cotangents
+            # anew for each of them, which took most of the time to compile it.
+            factors = lowered.out_info[2]
+            self._finish = jax.jit(self._finished).lower(factors).compile() if factors else None
+        self.bytes_needed = _bytes_of(self._program) + (_bytes_of(self._finish, given=False) if self._finish else 0)
 
     def _batch(self, selected: list[Any], rest: list[Any], examples: Any, first: Any) -> tuple[Any, Any, Any, Any]:
+        """Outputs, rows in the stored type, factors as they are computed, partial norms of the rows."""
         n_outputs = self.prepared.n_outputs
         wanted = first + jnp.arange(self.output_batch)
         # Cotangents beyond the last output are zero; their rows are dropped on the host.
@@ -143,15 +144,14 @@ class DevicePass:
                 f"apply cannot be computed for a batch of examples: {one_line(error)}; change apply=, or give its "
                 "callbacks a vmap_method"
             ) from error
-        plain, norms = iter(rows), []
-        for leaf in self.cut.leaves:
-            if leaf.dense:
-                norms.append(_partial_squares(next(plain)))
-            else:
-                norms.append(squared_norms(leaf, factors, jnp))
+        return outputs, [self._rounded(row) for row in rows], factors, [_partial_squares(row) for row in rows]
+
+    def _finished(self, factors: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+        """Factors whose stored type is another, and partial norms of the leaves that they make."""
         roles = {operand.name: operand.role for operand in self.cut.operands}
-        stored = {name: v if roles[name] == "ids" else self._rounded(v) for name, v in factors.items()}
-        return outputs, [self._rounded(row) for row in rows], stored, norms
+        other = {name: self._rounded(v) for name, v in factors.items() if roles[name] != "ids"}
+        rounded = {name: v for name, v in other.items() if v.dtype != factors[name].dtype}
+        return rounded, [squared_norms(leaf, factors, jnp) for leaf in self.cut.leaves if not leaf.dense]
 
     def _rounded(self, rows: Any) -> Any:
         """Rows in the stored type."""
@@ -180,17 +180,21 @@ class DevicePass:
         padded = self._padded(examples)
         for first in range(made * self.output_batch, self.prepared.n_outputs, self.output_batch):
             with precision_context(self.float64):
-                yield first, self._program(*self._parameters, padded, first)
+                outputs, rows, factors, squares = self._program(*self._parameters, padded, first)
+                rounded, of_factors = self._finish(factors) if self._finish else ({}, [])
+                yield first, (outputs, rows, {**factors, **rounded}, squares, of_factors)
 
     def fetch(self, first: int, values: Any, count: int) -> BatchRows:
         """Wait for the values of one dispatch and bring those of the first `count` examples to the host."""
-        outputs, rows, stored, partial = values
+        outputs, rows, stored, squares, of_factors = values
         kept = min(self.output_batch, self.prepared.n_outputs - first)
         host = [_as_bits(np.asarray(row)[:count, :kept]) for row in rows]
         factors = {}
         for operand in self.cut.operands:
             held = np.asarray(stored[operand.name])[:count]
             factors[operand.name] = _as_bits(held[:, :kept] if operand.role == "cotangents" else held)
+        dense, factored = iter(squares), iter(of_factors)
+        partial = [next(dense if leaf.dense else factored) for leaf in self.cut.leaves]
         norms = [np.asarray(p)[:count, :kept].sum(-1, dtype=np.float64) for p in partial]
         return BatchRows(
             first_output=first,
@@ -200,6 +204,14 @@ class DevicePass:
             norms=np.stack(norms, -1),
             outputs=np.asarray(outputs)[:count],
         )
+
+
+def _bytes_of(program: Any, given: bool = True) -> int:
+    """Bytes of temporaries, outputs and, if `given`, arguments of a compiled program."""
+    analysis = program.memory_analysis()
+    if analysis is None:
+        return 0
+    return int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes + given * analysis.argument_size_in_bytes)
 
 
 def _as_bits(values: np.ndarray) -> np.ndarray:
