@@ -251,7 +251,12 @@ class _Job:
         files = hierarchy.place(self.out, self.memory)
         if overwrite or not isinstance(files, Folder) or files.size(hierarchy.ROOT) is None:
             return None
-        return JacobianStore(files, self.out)
+        return self._continued(JacobianStore(files, self.out))
+
+    def _continued(self, store: JacobianStore) -> JacobianStore:
+        """A store that is there; what is requested is said in its words from now on."""
+        self.requested |= {"function": self.prepared.requested_like(store.requested)["function"]}
+        return store
 
     def plan(self) -> StorePlan:
         return plan_store(
@@ -418,7 +423,7 @@ class _Job:
         files = hierarchy.begun(self.out, self.memory, ARRAYS)
         if files is None:
             return None
-        store, prepared = JacobianStore(files, self.out), self.prepared
+        store, prepared = self._continued(JacobianStore(files, self.out)), self.prepared
         wanted = request_of(self.leaves, prepared.n_examples, prepared.n_outputs, self.options.dtype, self.requested)
         require_same(store, wanted, self.leaves, self.options.unit_size)
         return store

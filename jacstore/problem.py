@@ -6,7 +6,7 @@ is taken for and the rest, traces the function, probes that it is a function of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,11 +17,12 @@ import numpy as np
 
 from jacstore.blame import kind_of
 from jacstore.errors import Refused
-from jacstore.identity import derivative, lowest_precision, requested
+from jacstore.identity import by_text_of_jax, derivative, hash_text_of_jax, lowest_precision, requested
 from jacstore.inputs import Arrays, Dataset, is_dataset
 from jacstore.outputs import checked_outputs, chosen, count_chosen, count_outputs, flat_function
 from jacstore.parameters import SelectedLeaf, check_select, split_parameters
 from jacstore.probes import outputs_of, probe, probe_upcast
+from jacstore.program import traced_anew
 from jacstore.pytrees import computed
 
 
@@ -113,6 +114,8 @@ class Prepared:
         The lowest precision in the function and its derivative, which bounds the accuracy of rows.
     requested
         Fields that decide the result, for the fingerprint; JSON-able.
+    trace
+        Traces the function and its derivative, whose hash is in `requested`.
     """
 
     n_examples: int
@@ -125,6 +128,15 @@ class Prepared:
     read: Callable[[int, int], Any]
     lowest: str
     requested: dict[str, Any]
+    trace: Callable[[], Any] = field(repr=False)
+
+    def requested_like(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        """`requested` in the words of what a store holds, which an earlier version may have written."""
+        if not by_text_of_jax(found.get("function")):
+            return self.requested
+        # That text depends on what caches hold, which were emptied before it was made.
+        with traced_anew():
+            return {**self.requested, "function": hash_text_of_jax(self.trace())}
 
 
 @contextmanager
@@ -168,7 +180,11 @@ def prepare(problem: Problem, *, float64: bool = False) -> Prepared:
         def function(selected: list[Any], rest: list[Any], example: Any) -> jax.Array:
             return chosen(all_outputs(selected, rest, example), problem.outputs)
 
-        jaxpr = derivative(all_outputs, parameters, example)
+        def trace() -> Any:
+            with precision_context(float64):
+                return derivative(all_outputs, parameters, example)
+
+        jaxpr = trace()
         return Prepared(
             n_examples=problem.n_examples,
             n_outputs=n_outputs,
@@ -179,6 +195,7 @@ def prepare(problem: Problem, *, float64: bool = False) -> Prepared:
             function=function,
             read=read,
             lowest=lowest_precision(jaxpr),
+            trace=trace,
             requested=requested(
                 params=problem.params,
                 jaxpr=jaxpr,

@@ -33,6 +33,7 @@ FLOORS = {
         "inputs",
         "parameters",
         "outputs",
+        "program",
         "identity",
         "probes",
         "problem",
@@ -140,9 +141,9 @@ NEIGHBOURS = {
     "inputs": {"blame", "pytrees"},
     "parameters": {"blame", "pytrees"},
     "outputs": {"blame", "parameters", "pytrees"},
-    "identity": {"blame", "bounds", "outputs", "parameters", "pytrees"},
-    "probes": {"identity", "outputs", "parameters"},
-    "problem": {"blame", "identity", "inputs", "outputs", "parameters", "probes", "pytrees"},
+    "identity": {"blame", "bounds", "outputs", "parameters", "program", "pytrees"},
+    "probes": {"identity", "outputs", "parameters", "program"},
+    "problem": {"blame", "identity", "inputs", "outputs", "parameters", "probes", "program", "pytrees"},
     "target": {"blame", "problem"},
     "contraction": {"terms"},
     "factors": {"contraction", "terms"},
@@ -382,6 +383,7 @@ def reached(module: str) -> set[str]:
 
 def test_assembling_a_kernel_never_needs_the_problem() -> None:
     about_problems = {"blame", "pytrees", "inputs", "parameters", "outputs", "identity", "probes", "problem", "target"}
+    about_problems.add("program")
     assert reached("assembly") & about_problems == set()
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from helpers_errors import refusal
 import jacstore
 from jacstore.errors import ProbeFailed, Refused
 from jacstore.problem import Problem, precision_context, prepare
+from jacstore.program import program_text
 from jacstore.target import load_target
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -611,6 +613,83 @@ def test_the_fingerprint_is_the_same_in_another_process():
         for _ in range(2)
     ]
     assert runs[0] == runs[1] and json.loads(runs[0])["constants"]
+
+
+def twice_jitted(between):
+    """A function that calls `jax.nn.relu`, which is a jit, twice, and does something between the calls."""
+
+    def apply(params, x):
+        first = jax.nn.relu(linear(params, x))
+        between()
+        return jax.nn.relu(first - 1)
+
+    return apply
+
+
+def test_the_fingerprint_does_not_depend_on_what_tracing_caches_hold():
+    shared = requested(apply=twice_jitted(lambda: None))
+    assert shared == requested(apply=twice_jitted(jax.clear_caches))
+
+
+def test_the_fingerprint_does_not_depend_on_the_seed_of_hashes():
+    runs = []
+    for seed in ("1", "2"):
+        command = [sys.executable, "-c", SCRIPT]
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        runs.append(json.loads(done.stdout))
+    assert runs[0] == runs[1]
+
+
+def test_programs_that_differ_in_one_place_have_other_texts():
+    table = np.arange(3.0, dtype=np.float32)
+
+    def text(function):
+        return program_text(jax.make_jaxpr(function)(np.ones(3, np.float32)))
+
+    functions = [
+        lambda x: x + 1,
+        lambda x: x + 2,
+        lambda x: 1 - x,
+        lambda x: x - 1,
+        lambda x: jax.jit(lambda y: y + 1)(x),
+        lambda x: jax.jit(lambda y: y + 2)(x),
+        lambda x: jax.lax.scan(lambda s, _: (s + 1, None), x, length=2)[0],
+        lambda x: jax.lax.scan(lambda s, _: (s + 1, None), x, length=3)[0],
+        lambda x: x + table,
+        lambda x: x + table[:1],
+        lambda x: jnp.dot(x, x),
+        lambda x: jnp.dot(x, x, precision="highest"),
+        lambda x: jax.nn.relu(x) + jax.nn.gelu(x),
+        lambda x: jax.nn.gelu(x) + jax.nn.relu(x),
+    ]
+    texts = [text(function) for function in functions]
+    assert len(set(texts)) == len(texts)
+    assert texts == [text(function) for function in functions]
+    assert not any(" at 0x" in one for one in texts)
+
+
+@pytest.mark.parametrize("within", [nullcontext(), jax.default_matmul_precision("float32")])
+def test_noise_behind_a_kept_jit_is_found_and_programs_of_the_user_stay(within):
+    noise = np.random.default_rng(3)
+    drawn, traced = jax.jit(lambda: jnp.asarray(noise.random(K, np.float32))), []
+
+    def apply(params, x):
+        with within:
+            return linear(params, x) + drawn()
+
+    @jax.jit
+    def of_the_user(x):
+        traced.append(x)
+        return x + 1
+
+    of_the_user(X)
+    for _ in range(3):
+        problem = {"apply": apply, "params": params(), "inputs": X}
+        assert "change from call to call" in refusal(jacstore.ntk, **problem, error=ProbeFailed)
+        jacstore.ntk(linear, params(), X)
+        of_the_user(X)
+    assert len(traced) == 1
 
 
 def test_the_fingerprint_is_the_same_where_the_output_is_a_terminal():
