@@ -93,11 +93,13 @@ class DevicePass:
         self._compile()
         while self.bytes_needed > budget:
             if batch_size is not None or self.batch_size == 1:
+                smaller = ["--batch-size (batch_size=)"] * (self.batch_size > 1)
+                smaller += ["--output-batch (output_batch=)"] * (self.output_batch > 1)
                 raise Refused(
                     f"a batch of {self.batch_size} example(s) and {self.output_batch} output(s) needs "
-                    f"{format_size(self.bytes_needed)}, {format_size(budget)} are given for a device pass; give a "
-                    "smaller --batch-size (batch_size=) or --output-batch (output_batch=), or more --memory (memory=, "
-                    "on a CPU a quarter of it is for this) or --device-memory (device_memory=)"
+                    f"{format_size(self.bytes_needed)}, {format_size(budget)} are given for a device pass; give "
+                    f"{'a smaller ' + ' or '.join(smaller) + ', or ' if smaller else ''}more --memory (memory=, on a "
+                    "CPU a quarter of it is for this) or --device-memory (device_memory=)"
                 )
             self.batch_size = max(1, min(self.batch_size // 2, self.batch_size * budget // self.bytes_needed))
             self._compile()

@@ -148,7 +148,7 @@ NEIGHBOURS = {
     "contraction": {"terms"},
     "factors": {"contraction", "terms"},
     "term_products": {"terms"},
-    "steps": {"plan", "terms"},
+    "steps": {"contraction", "plan", "terms"},
     "footprint": {"plan"},
     "store_plan": {"plan"},
     "schedule": {"footprint", "plan", "store_plan"},
