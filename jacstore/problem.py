@@ -74,6 +74,10 @@ class Problem:
     def _source(self) -> Arrays | Dataset:
         return Dataset(self.inputs) if is_dataset(self.inputs) else Arrays(self.inputs)
 
+    def bytes_held(self) -> tuple[int, int]:
+        """Bytes of one example as it is read, and of what reading holds beside the examples: whole chunks."""
+        return self._source.bytes_held()
+
     @property
     def n_examples(self) -> int:
         """N, the number of examples."""
@@ -110,6 +114,8 @@ class Prepared:
         `function(selected, rest, example) -> (K,)`, traceable; call it inside `precision_context`.
     read
         `read(start, stop)`: as `Problem.read`, in the types that are computed in.
+    input_bytes
+        Bytes of one example as it is read, and of what is held beside the examples while some are read.
     lowest
         The lowest precision in the function and its derivative, which bounds the accuracy of rows.
     requested
@@ -126,6 +132,7 @@ class Prepared:
     rest: list[Any]
     function: Callable[[list[Any], list[Any], Any], jax.Array]
     read: Callable[[int, int], Any]
+    input_bytes: tuple[int, int]
     lowest: str
     requested: dict[str, Any]
     trace: Callable[[], Any] = field(repr=False)
@@ -194,6 +201,7 @@ def prepare(problem: Problem, *, float64: bool = False) -> Prepared:
             rest=parameters.rest,
             function=function,
             read=read,
+            input_bytes=problem.bytes_held(),
             lowest=lowest_precision(jaxpr),
             trace=trace,
             requested=requested(

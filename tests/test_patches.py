@@ -36,7 +36,9 @@ def device_pass(problem: Problem, **options: int) -> DevicePass:
     prepared = prepare(problem)
     cut = cut_before_products(prepared, "factored", False)
     assert {leaf.terms[0].kind for leaf in cut.leaves} == {"dot", "conv"}
-    return DevicePass(prepared, cut, stored_dtype="float32", unit_size=2, **{"budget": 10**9, "batch_size": 1} | options)
+    return DevicePass(
+        prepared, cut, stored_dtype="float32", unit_size=2, **{"budget": 10**9, "batch_size": 1} | options
+    )
 
 
 def test_the_device_pass_of_a_patch_stem_never_holds_products_of_all_pixels() -> None:

@@ -21,7 +21,7 @@ import zarr
 from helpers_errors import refusal
 
 import jacstore
-from jacstore.errors import ProbeFailed, Refused
+from jacstore.errors import ProbeFailed, Refused, SelectedState
 from jacstore.problem import Problem, precision_context, prepare
 from jacstore.program import program_text
 from jacstore.target import load_target
@@ -503,6 +503,73 @@ def test_a_non_finite_example_0_is_left_to_the_build(batched):
     assert prepare(linear_problem(inputs=inputs, apply=batch_linear if batched else linear, batched=batched))
     if batched:
         refusal(prepare, linear_problem(inputs=inputs, apply=batch_norm, batched=True), error=ProbeFailed)
+
+
+class Table:
+    """A dataset of Hugging Face in what matters: a shape, columns, lists until another format is asked for."""
+
+    column_names = ("pixels",)
+
+    def __init__(self, rows, convert=np.ndarray.tolist):
+        self.rows, self.convert, self.shape = rows, convert, (len(rows), 1)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        return {"pixels": self.convert(self.rows[i])}
+
+    def with_format(self, kind):
+        return Table(self.rows, {"numpy": np.asarray}[kind])
+
+
+def test_a_table_of_named_columns_is_a_dataset():
+    problem = linear_problem(inputs=Table(X), apply=lambda p, x: linear(p, x["pixels"]))
+    assert problem.n_examples == N
+    assert np.array_equal(problem.read(1, 4)["pixels"], X[1:4])
+    assert jacstore.build(problem, None).report["complete"]
+
+
+def test_running_statistics_among_the_parameters_are_warned_of_with_the_pattern_that_leaves_them_out():
+    variables = {"params": params(), "batch_stats": {"norm": {"mean": np.ones(K, np.float32)}}}
+
+    def apply(v, x):
+        return linear(v["params"], x) - v["batch_stats"]["norm"]["mean"]
+
+    with pytest.warns(SelectedState, match="batch_stats/norm/mean") as seen:
+        store = jacstore.build(linear_problem(apply=apply, params=variables), None)
+    assert len(store.leaves) == 3
+    (said,) = [str(warning.message) for warning in seen]
+    pattern = said.split("select=r'")[1].removesuffix("'")
+    kept = jacstore.build(linear_problem(apply=apply, params=variables, select=pattern), None)
+    assert [leaf.path for leaf in kept.leaves] == ["params/b", "params/w"]
+
+
+class Chunked:
+    """An array in chunks of which every one touched is decoded whole, as in Zarr; counts what is decoded at once."""
+
+    def __init__(self, values, length):
+        self.values, self.shape, self.dtype = values, values.shape, values.dtype
+        self.chunks, self.most = (length, *values.shape[1:]), 0
+
+    def __getitem__(self, at):
+        touched = -(-at.stop // self.chunks[0]) - at.start // self.chunks[0]
+        self.most = max(self.most, touched)
+        return self.values[at]
+
+
+def test_chunks_of_inputs_are_decoded_one_after_the_other():
+    held = Chunked(np.random.default_rng(0).normal(size=(20, D)).astype(np.float32), 3)
+    problem = linear_problem(inputs=held)
+    assert np.array_equal(problem.read(1, 20), held.values[1:20]) and held.most == 1
+    assert problem.bytes_held() == (4 * D, 3 * 4 * D)
+
+
+def test_chunks_of_inputs_that_do_not_fit_are_refused():
+    held = Chunked(np.zeros((4, 100), np.float32), 1_000_000)
+    problem = linear_problem(inputs=held, apply=lambda p, x: linear(p, x[:D]))
+    assert "smaller chunks" in refusal(jacstore.build, problem, None, memory="100MB")
+    assert jacstore.build(problem, None, memory="1GB").report["complete"]
 
 
 # --- fingerprint ------------------------------------------------------------------------------------------------------
