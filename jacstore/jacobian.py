@@ -23,7 +23,7 @@ from jacstore.contraction import squared_norms
 from jacstore.devices import device
 from jacstore.errors import Refused
 from jacstore.machine import format_size
-from jacstore.problem import Prepared, precision_context
+from jacstore.problem import Prepared, own_code, precision_context
 from jacstore.trace import Cut
 
 LARGEST_BATCH = 512
@@ -125,7 +125,9 @@ class DevicePass:
             arguments = (self.prepared.selected, self.prepared.rest, self._padded(self.prepared.read(0, 1)), 0)
             # Parameters go to the device once, not with every batch.
             self._parameters = jax.device_put(arguments[:2])
-            self._program = jax.jit(self._batch).lower(*self._parameters, *arguments[2:]).compile()
+            # The user's function was traced with the cut, under the user's own flags.
+            with own_code():
+                self._program = jax.jit(self._batch).lower(*self._parameters, *arguments[2:]).compile()
         analysis = self._program.memory_analysis()
         self.bytes_needed = 0
         if analysis is not None:

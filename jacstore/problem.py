@@ -156,6 +156,13 @@ def precision_context(float64: bool) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def own_code() -> Iterator[None]:
+    """Promote shapes and types as NumPy does, whatever the user asks JAX to refuse: for what is not the user's code."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
 def prepare(problem: Problem, *, float64: bool = False) -> Prepared:
     """Split, trace, probe and fingerprint `problem`; with `float64` parameters and inputs are upcast.
 
