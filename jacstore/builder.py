@@ -6,8 +6,10 @@ writing (threads of the writer). At most two units are alive: the one being fill
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,10 +27,11 @@ from jacstore.blocks import storage_dtype
 from jacstore.bounds import NORM_RUN, compute_dtype
 from jacstore.codec import fastest_codec, measured_disk_speed
 from jacstore.devices import device
-from jacstore.errors import Interrupted, Refused
+from jacstore.errors import Interrupted, Refused, SelectedState
 from jacstore.files import Folder
 from jacstore.jacobian import BatchRows, DevicePass, device_budget
 from jacstore.machine import format_size, parse_size
+from jacstore.parameters import state_among
 from jacstore.pieces import CODECS
 from jacstore.problem import Prepared, Problem, prepare
 from jacstore.progress import BatchDone, Listener, Started, silent
@@ -125,6 +128,9 @@ def build(
         part=part,
     )
     job = _Job(problem, out, options)
+    state = state_among(leaf.path for leaf in job.leaves)
+    if state:
+        warnings.warn(state, SelectedState, stacklevel=2)
     found = job.existing(overwrite)
     codec, unit_size = (found.resolved["codec"], options.unit_size) if found else job.choose()
     writer = StoreWriter(
@@ -252,7 +258,12 @@ class _Job:
         files = hierarchy.place(self.out, self.memory)
         if overwrite or not isinstance(files, Folder) or files.size(hierarchy.ROOT) is None:
             return None
-        return JacobianStore(files, self.out)
+        return self._continued(JacobianStore(files, self.out))
+
+    def _continued(self, store: JacobianStore) -> JacobianStore:
+        """A store that is there; what is requested is said in its words from now on."""
+        self.requested |= {"function": self.prepared.requested_like(store.requested)["function"]}
+        return store
 
     def plan(self) -> StorePlan:
         return plan_store(
@@ -327,7 +338,7 @@ class _Job:
         # Memory of the first units is touched while the program compiles, or while the first passes run.
         spare = SpareBlocks(writer, min(2, len(missing), free // self._unit_bytes(writer)))
         passes = self.compile(writer.store.unit_size)
-        ahead, depth = self._in_memory(writer, passes, check.bytes_needed)
+        ahead, depth, reads = self._in_memory(writer, passes, check.bytes_needed)
         spare.keep(ahead + 1)
         batches = [
             (start, last, a, min(a + passes.batch_size, last))
@@ -338,7 +349,7 @@ class _Job:
         writing: list[Future[float]] = []
         stopped = False
         try:
-            inputs = _ahead(inputs_pool, lambda batch: self.prepared.read(batch[2], batch[3]), batches)
+            inputs = _ahead(inputs_pool, lambda batch: self.prepared.read(batch[2], batch[3]), batches, reads)
             ordered = _rows_in_order(passes, inputs, depth, first)
             del first
             unit: Unit | None = None
@@ -383,24 +394,28 @@ class _Job:
     def _unit_bytes(writer: StoreWriter) -> int:
         return writer.store.bytes_decoded // writer.store.n_examples * writer.store.unit_size
 
-    def _in_memory(self, writer: StoreWriter, passes: DevicePass, checking: int) -> tuple[int, int]:
-        """How many units may wait for the disk while one is filled, and how many device passes may be begun."""
+    def _in_memory(self, writer: StoreWriter, passes: DevicePass, checking: int) -> tuple[int, int, int]:
+        """How many units may wait for the disk, device passes be begun, and batches of inputs be read ahead."""
         store, unit = writer.store, self._unit_bytes(writer)
         free = self.memory - store.files.bytes_held - checking
         on_cpu = device().platform == "cpu"
         needed = max(1, passes.bytes_needed)
-        for units in (2, 1):
-            room = free - units * unit
+        each, beside = self.prepared.input_bytes
+        batch = each * passes.batch_size
+        for units, reads in itertools.product((2, 1), range(READ_AHEAD, -1, -1)):
+            # One batch is computed, one read, `reads` wait.
+            room = free - units * unit - beside - (reads + 2) * batch
             # On an accelerator passes take its memory, not the host's.
             depth = min(
                 IN_FLIGHT, (room if on_cpu else device_budget(self.options.device_memory, self.memory)) // needed
             )
             if room >= 0 and depth >= units:
-                return units - 1, depth
+                return units - 1, depth, reads
         raise Refused(
-            f"--memory {self.memory:,}: one unit of {store.unit_size} example(s) takes {format_size(unit)} and a "
-            f"device pass {format_size(passes.bytes_needed)}; give more memory (memory=), a smaller --batch-size "
-            "(batch_size=) or --unit-size (unit_size=)"
+            f"--memory {self.memory:,}: one unit of {store.unit_size} example(s) takes {format_size(unit)}, a device "
+            f"pass {format_size(passes.bytes_needed)} and reading its inputs, whole chunks of them, "
+            f"{format_size(beside + 2 * batch)}; give more memory (memory=){_smaller(passes.batch_size, store)}, or "
+            "inputs= in smaller chunks"
         )
 
     def seconds_per_example(self) -> float:
@@ -422,7 +437,7 @@ class _Job:
         files = hierarchy.begun(self.out, self.memory, ARRAYS)
         if files is None:
             return None
-        store, prepared = JacobianStore(files, self.out), self.prepared
+        store, prepared = self._continued(JacobianStore(files, self.out)), self.prepared
         wanted = request_of(self.leaves, prepared.n_examples, prepared.n_outputs, self.options.dtype, self.requested)
         require_same(store, wanted, self.leaves, self.options.unit_size)
         return store
@@ -550,14 +565,20 @@ def _landed(passes: DevicePass, batch: Any, examples: Any, first: int, values: A
     return batch, examples, rows
 
 
+def _smaller(batch_size: int, store: JacobianStore) -> str:
+    """What may be made smaller of a build that does not fit; nothing smaller than one."""
+    batch, unit = ", a smaller --batch-size (batch_size=)", ", a smaller --unit-size (unit_size=)"
+    return batch * (batch_size > 1) + unit * (store.unit_size > 1)
+
+
 def _ahead(
-    pool: ThreadPoolExecutor, read: Callable[[Any], Any], batches: list[Any]
+    pool: ThreadPoolExecutor, read: Callable[[Any], Any], batches: list[Any], reads: int
 ) -> Iterator[tuple[Any, Future[Any]]]:
-    """Pairs of batch and the reading of its inputs, a few begun ahead."""
+    """Pairs of batch and the reading of its inputs, up to `reads` of them begun ahead."""
     waiting: deque[tuple[Any, Future[Any]]] = deque()
     for batch in batches:
         waiting.append((batch, pool.submit(read, batch)))
-        if len(waiting) > READ_AHEAD:
+        if len(waiting) > reads:
             yield waiting.popleft()
     yield from waiting
 

@@ -61,7 +61,7 @@ def build(shared: Shared, target: str, out: str, dry_run: bool, **options: Any) 
         if dry_run:
             del options["allow_nonfinite"]
             return plan_build(problem, out, **options)
-        return jacstore.build(problem, out, listener=lines, stop=stop, **options).report
+        return with_warnings(lambda: jacstore.build(problem, out, listener=lines, stop=stop, **options).report)
 
     run(work, wording.plan_build if dry_run else wording.build, shared)
 

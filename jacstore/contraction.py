@@ -50,11 +50,26 @@ def products(
 def own_products(leaf: Leaf, operands: Operands, xp: Any = np) -> Any:
     """Products `(n, K, K)` of each example's rows of a factored leaf with each other, for mode blocks."""
     names = list(operands)
+    outputs = max(operands[term.cotangents].shape[1] for term in _factored(leaf))
+    expanded = own_rows_are_smaller(leaf, {name: operands[name].shape[-2] for name in names}, outputs)
     blocks = []
     for n in range(len(operands[names[0]])):
         one = {name: operands[name][n : n + 1] for name in names}
-        blocks.append(products(leaf, one, one, "full", xp)[0, :, 0])
+        if expanded:
+            rows = expand(leaf.terms, one, leaf.size, xp)[0]
+            blocks.append(xp.matmul(rows, rows.T))
+        else:
+            blocks.append(products(leaf, one, one, "full", xp)[0, :, 0])
     return xp.stack(blocks)
+
+
+def own_rows_are_smaller(leaf: Leaf, positions: Mapping[str, int], n_outputs: int) -> bool:
+    """Whether K rows of one example take less than products of all pairs of its K x T cotangents with each other."""
+    terms = _factored(leaf)
+    if any(isinstance(term, Index) for term in terms):
+        return False
+    pairs = max((positions[term.cotangents] * n_outputs) ** 2 for term in terms)
+    return n_outputs * leaf.size < pairs
 
 
 def _factored(leaf: Leaf) -> list[Factored]:
@@ -139,6 +154,9 @@ def _inside(p: Factored, q: Factored, left: Operands, right: Operands, group: in
         same = (a[:, None, :, None] == b[None, :, None, :]) & (a >= 0)[:, None, :, None]
         return same.astype(left[p.cotangents].dtype)
     if isinstance(p, Conv) and isinstance(q, Conv):
+        if by_patches(p, left[p.inputs].shape[1:]):
+            a, b = (_patch_group(t, side[t.inputs], group, xp) for t, side in ((p, left), (q, right)))
+            return _positions_first(a.transpose(1, 0, 2), b.transpose(1, 0, 2), xp)
         images, others = (_image_group(t, side[t.inputs], group, xp) for t, side in ((p, left), (q, right)))
         term = _unspread(p)
         pixels = _positions_first(_pixels_first(images), _pixels_first(others), xp)
@@ -161,6 +179,35 @@ def _image_group(term: Conv, images: Any, group: int, xp: Any) -> Any:
     images = term.padded(images, xp) if any(apart > 1 for apart in term.spread) else images
     size = images.shape[-1] // term.groups
     return images[..., group * size : (group + 1) * size]
+
+
+def by_patches(term: Conv, shape: tuple[int, ...]) -> bool:
+    """Whether products of patches of images `(B, *space, C)` take less than those of pixels, added over the window."""
+    positions, pixels = _positions_and_pixels(term, shape)
+    channels, window = shape[-1] // term.groups, math.prod(term.window)
+    if positions >= pixels or positions * (window * channels + positions) > pixels**2:
+        return False
+    return positions**2 * window * channels <= pixels**2 * channels + positions**2 * window
+
+
+def _positions_and_pixels(term: Conv, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Places of the window, and pixels, with those that are put between them, of images `(B, *space, C)`."""
+    space = ((size - 1) * apart + 1 for size, apart in zip(shape[1:-1], term.spread, strict=True))
+    return shape[0] * math.prod(term.positions), shape[0] * math.prod(space)
+
+
+def product_numbers(term: Conv, shape: tuple[int, ...]) -> int:
+    """Numbers that products of what went into a convolution take for one pair of examples, with its patches."""
+    positions, pixels = _positions_and_pixels(term, shape)
+    if not by_patches(term, shape):
+        return pixels**2 + positions**2
+    return positions**2 + 2 * positions * math.prod(term.window) * (shape[-1] // term.groups)
+
+
+def _patch_group(term: Conv, images: Any, group: int, xp: Any) -> Any:
+    """Patches `(n, T, window * C)` of one group's channels."""
+    size = images.shape[-1] // term.groups
+    return term.patches(images[..., group * size : (group + 1) * size], xp)[:, 0]
 
 
 def _pixels_first(images: Any) -> Any:
@@ -247,6 +294,9 @@ def _own_inside(p: Factored, q: Factored, operands: Operands, group: int, xp: An
         a, b = operands[p.ids], operands[q.ids]
         return ((a[:, :, None] == b[:, None, :]) & (a >= 0)[:, :, None]).astype(operands[p.cotangents].dtype)
     if isinstance(p, Conv) and isinstance(q, Conv):
+        if by_patches(p, operands[p.inputs].shape[1:]):
+            a, b = (_patch_group(t, operands[t.inputs], group, xp) for t in (p, q))
+            return xp.matmul(a, xp.swapaxes(b, -1, -2))
         images, others = (_image_group(p, operands[t.inputs], group, xp) for t in (p, q))
         flat, other = (i.reshape(len(i), -1, i.shape[-1]) for i in (images, others))
         pixels = xp.moveaxis(xp.matmul(flat, xp.swapaxes(other, -1, -2)), 0, -1)
@@ -280,7 +330,13 @@ def _expanding_is_cheaper(terms: list[Factored], operands: Operands, size: int) 
     for p in terms:
         t, width = operands[p.cotangents].shape[3:]
         channels = operands[p.operands[0]].shape[-1]
-        implicit += t * t * (channels + width + (math.prod(p.window) if isinstance(p, Conv) else 0))
+        if isinstance(p, Conv):
+            shape = operands[p.inputs].shape[1:]
+            pixels, window = _positions_and_pixels(p, shape)[1], math.prod(p.window)
+            inside = t * t * window * channels if by_patches(p, shape) else pixels**2 * channels + t * t * window
+            implicit += inside + t * t * width
+        else:
+            implicit += t * t * (channels + width)
         expanded += t * size
     return implicit * len(terms) > expanded
 

@@ -48,6 +48,10 @@ class NonFinite(Refused):
     """A row holds NaN or infinity."""
 
 
+class SelectedState(UserWarning):
+    """Leaves that look like running statistics are among those that the Jacobian has columns for."""
+
+
 class Damaged(JacstoreError):
     """Stored bytes are missing or differ from what was recorded; the text names the unit, leaf or tile.
 

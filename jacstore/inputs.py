@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -21,7 +22,13 @@ READ_THREADS = 8
 def is_dataset(inputs: Any) -> bool:
     """Whether `inputs` is one map-style dataset and not a pytree of arrays; containers have more than a leaf's tree."""
     is_leaf = jax.tree_util.all_leaves([inputs])
-    return is_leaf and not hasattr(inputs, "shape") and hasattr(inputs, "__len__") and hasattr(inputs, "__getitem__")
+    items = hasattr(inputs, "__len__") and hasattr(inputs, "__getitem__")
+    return is_leaf and items and (is_table(inputs) or not hasattr(inputs, "shape"))
+
+
+def is_table(inputs: Any) -> bool:
+    """Whether `inputs` is a dataset of named columns as those of Hugging Face are, whose shape is not an array's."""
+    return hasattr(inputs, "column_names") and callable(getattr(inputs, "with_format", None))
 
 
 class Arrays:
@@ -68,7 +75,7 @@ class Arrays:
         arrays = []
         for path, leaf in self.named:
             with naming(f"inputs leaf {path!r} raised at examples {start}:{stop}", "change inputs="):
-                array = numeric(leaf[start:stop], f"inputs leaf {path!r}")
+                array = _by_chunks(leaf, start, stop, f"inputs leaf {path!r}")
             if array.shape[:1] != (stop - start,):
                 raise Refused(
                     f"inputs leaf {path!r} gave shape {array.shape} for examples {start}:{stop}; the first axis "
@@ -77,11 +84,39 @@ class Arrays:
             arrays.append(array)
         return jax.tree_util.tree_unflatten(self.treedef, arrays)
 
+    def bytes_held(self) -> tuple[int, int]:
+        """Bytes of one example, and of what is decoded beside it while some are read: whole chunks."""
+        each = sum(_example_bytes(leaf) for _, leaf in self.named)
+        return each, max(_example_bytes(leaf) * _chunk_length(leaf) for _, leaf in self.named)
+
+
+def _example_bytes(leaf: Any) -> int:
+    return math.prod(leaf.shape[1:]) * int(getattr(getattr(leaf, "dtype", None), "itemsize", 8))
+
+
+def _chunk_length(leaf: Any) -> int:
+    """Examples of the largest chunk of a Zarr, h5py or Dask array; 0 for what is in memory or has none."""
+    chunks = getattr(leaf, "chunks", None)
+    if not isinstance(chunks, tuple) or not chunks:
+        return 0
+    return int(max(chunks[0], default=0) if isinstance(chunks[0], tuple) else chunks[0])
+
+
+def _by_chunks(leaf: Any, start: int, stop: int, what: str) -> np.ndarray:
+    """Examples of one leaf, those of one chunk after the other, so that few chunks are decoded at once."""
+    length = _chunk_length(leaf)
+    borders = [start, *range((start // length + 1) * length, stop, length), stop] if length else [start, stop]
+    parts = [numeric(leaf[a:b], what) for a, b in itertools.pairwise(borders)]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
 
 class Dataset:
     """Examples held as one map-style dataset."""
 
     def __init__(self, items: Any) -> None:
+        if is_table(items):
+            with naming("inputs.with_format('numpy') raised", "change inputs="):
+                items = items.with_format("numpy")
         self.items = items
         with naming("len(inputs) raised", "change inputs="):
             self.n_examples = len(items)
@@ -97,6 +132,11 @@ class Dataset:
             item = self.items[i]
             named = [(path, numeric(leaf, f"inputs[{i}] leaf {path!r}")) for path, leaf in paths_and_leaves(item)]
             return named, jax.tree_util.tree_structure(item)
+
+    def bytes_held(self) -> tuple[int, int]:
+        """Bytes of one example, and of those that threads hold beside it."""
+        each = sum(leaf.nbytes for _, leaf in self.first[0])
+        return each, READ_THREADS * each
 
     def read(self, start: int, stop: int) -> Any:
         """Examples `start` to `stop - 1`, each fetched by one of `READ_THREADS` threads."""

@@ -23,7 +23,7 @@ from jacstore.contraction import squared_norms
 from jacstore.devices import device
 from jacstore.errors import Refused
 from jacstore.machine import format_size
-from jacstore.problem import Prepared, precision_context
+from jacstore.problem import Prepared, own_code, precision_context
 from jacstore.trace import Cut
 
 LARGEST_BATCH = 512
@@ -93,11 +93,13 @@ class DevicePass:
         self._compile()
         while self.bytes_needed > budget:
             if batch_size is not None or self.batch_size == 1:
+                smaller = ["--batch-size (batch_size=)"] * (self.batch_size > 1)
+                smaller += ["--output-batch (output_batch=)"] * (self.output_batch > 1)
                 raise Refused(
                     f"a batch of {self.batch_size} example(s) and {self.output_batch} output(s) needs "
-                    f"{format_size(self.bytes_needed)}, {format_size(budget)} are given for a device pass; give a "
-                    "smaller --batch-size (batch_size=) or --output-batch (output_batch=), or more --memory (memory=, "
-                    "on a CPU a quarter of it is for this) or --device-memory (device_memory=)"
+                    f"{format_size(self.bytes_needed)}, {format_size(budget)} are given for a device pass; give "
+                    f"{'a smaller ' + ' or '.join(smaller) + ', or ' if smaller else ''}more --memory (memory=, on a "
+                    "CPU a quarter of it is for this) or --device-memory (device_memory=)"
                 )
             self.batch_size = max(1, min(self.batch_size // 2, self.batch_size * budget // self.bytes_needed))
             self._compile()
@@ -123,12 +125,14 @@ class DevicePass:
             arguments = (self.prepared.selected, self.prepared.rest, self._padded(self.prepared.read(0, 1)), 0)
             # Parameters go to the device once, not with every batch.
             self._parameters = jax.device_put(arguments[:2])
-            lowered = jax.jit(self._batch).lower(*self._parameters, *arguments[2:])
-            self._program = lowered.compile()
-            # Norms of factors are a program of their own: in one program, XLA computed a deep network's cotangents
-            # anew for each of them, which took most of the time to compile it.
-            factors = lowered.out_info[2]
-            self._finish = jax.jit(self._finished).lower(factors).compile() if factors else None
+            # The user's function was traced with the cut, under the user's own flags.
+            with own_code():
+                lowered = jax.jit(self._batch).lower(*self._parameters, *arguments[2:])
+                self._program = lowered.compile()
+                # Norms of factors are a program of their own: in one program, XLA computed a deep network's
+                # cotangents anew for each of them, which took most of the time to compile it.
+                factors = lowered.out_info[2]
+                self._finish = jax.jit(self._finished).lower(factors).compile() if factors else None
         self.bytes_needed = _bytes_of(self._program) + (_bytes_of(self._finish, given=False) if self._finish else 0)
 
     def _batch(self, selected: list[Any], rest: list[Any], examples: Any, first: Any) -> tuple[Any, Any, Any, Any]:

@@ -22,7 +22,7 @@ from jacstore.bounds import (
     squared_magnitudes,
     squares_bound,
 )
-from jacstore.contraction import squared_norms
+from jacstore.contraction import product_numbers, squared_norms
 from jacstore.errors import Damaged
 from jacstore.kernel import Kernel
 from jacstore.store import JacobianStore, operand_array
@@ -81,8 +81,9 @@ def _pair_bytes(store: JacobianStore, leaf: Leaf) -> int:
     for term in leaf.terms:
         assert not isinstance(term, Dense)
         t = store.layouts[operand_array(term.cotangents)].shape[-2]
-        pixels = math.prod(store.layouts[operand_array(term.inputs)].shape[1:-1]) if isinstance(term, Conv) else 0
-        pairs += 3 * (store.n_outputs * t * t + pixels**2) * len(leaf.terms)
+        shape = store.layouts[operand_array(term.inputs)].shape[1:] if isinstance(term, Conv) else ()
+        inside = product_numbers(term, shape) if isinstance(term, Conv) else t * t
+        pairs += 3 * (store.n_outputs * t * t + inside) * len(leaf.terms)
     return 8 * (rows + 2 * numbers + pairs)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ from jacstore.errors import Refused
 from jacstore.pytrees import computed, dtype_of, is_kind, own, paths_and_leaves, type_name
 
 PATHS_SHOWN = 5
+# Names of what training keeps beside the parameters: collections and leaves of Flax, Haiku, Keras and PyTorch.
+STATE = r"(^|[/.])(batch_stats|running_(mean|var)|moving_(mean|var|variance))([/.]|$)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +27,18 @@ class SelectedLeaf:
     path: str
     shape: tuple[int, ...]
     dtype: str
+
+
+def state_among(paths: Iterable[str]) -> str:
+    """A warning of selected leaves that look like running statistics, or nothing."""
+    found = [path for path in paths if re.search(STATE, path)]
+    if not found:
+        return ""
+    shown = ", ".join(repr(path) for path in found[:PATHS_SHOWN]) + (", …" if len(found) > PATHS_SHOWN else "")
+    return (
+        f"{len(found)} selected leaves of params look like running statistics, not parameters ({shown}); the Jacobian "
+        f"has columns for them; leave them out by select=r'^(?!.*{STATE})'"
+    )
 
 
 def check_select(select: Any) -> None:

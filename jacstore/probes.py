@@ -13,6 +13,7 @@ from jacstore.errors import ProbeFailed
 from jacstore.identity import same_program
 from jacstore.outputs import Flat, calling, first_of_batch, flatten_outputs
 from jacstore.parameters import Parameters
+from jacstore.program import traced_anew
 
 # Rounding, also in bfloat16, moves outputs by less than this; other random numbers move them by about their size.
 OTHER_FUNCTION = 0.1
@@ -89,9 +90,9 @@ def _two_calls(flat: Flat, parameters: Parameters, example: Any) -> tuple[np.nda
     first = _traced_anew(flat, arguments)
     program = first.lower().compile()
     once = np.asarray(program(*arguments))
-    # A jit inside apply keeps what it traced, and with it the first call's noise: forget it.
-    jax.clear_caches()
-    second = _traced_anew(flat, arguments)
+    # A jit inside apply keeps what it traced, and with it the first call's noise.
+    with traced_anew():
+        second = _traced_anew(flat, arguments)
     if not same_program(first.jaxpr, second.jaxpr):
         program = second.lower().compile()
     return once, np.asarray(program(*arguments))

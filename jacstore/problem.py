@@ -6,7 +6,7 @@ is taken for and the rest, traces the function, probes that it is a function of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,11 +17,12 @@ import numpy as np
 
 from jacstore.blame import kind_of
 from jacstore.errors import Refused
-from jacstore.identity import derivative, lowest_precision, requested
+from jacstore.identity import by_text_of_jax, derivative, hash_text_of_jax, lowest_precision, requested
 from jacstore.inputs import Arrays, Dataset, is_dataset
 from jacstore.outputs import checked_outputs, chosen, count_chosen, count_outputs, flat_function
 from jacstore.parameters import SelectedLeaf, check_select, split_parameters
 from jacstore.probes import outputs_of, probe, probe_upcast
+from jacstore.program import traced_anew
 from jacstore.pytrees import computed
 
 
@@ -73,6 +74,10 @@ class Problem:
     def _source(self) -> Arrays | Dataset:
         return Dataset(self.inputs) if is_dataset(self.inputs) else Arrays(self.inputs)
 
+    def bytes_held(self) -> tuple[int, int]:
+        """Bytes of one example as it is read, and of what reading holds beside the examples: whole chunks."""
+        return self._source.bytes_held()
+
     @property
     def n_examples(self) -> int:
         """N, the number of examples."""
@@ -109,10 +114,14 @@ class Prepared:
         `function(selected, rest, example) -> (K,)`, traceable; call it inside `precision_context`.
     read
         `read(start, stop)`: as `Problem.read`, in the types that are computed in.
+    input_bytes
+        Bytes of one example as it is read, and of what is held beside the examples while some are read.
     lowest
         The lowest precision in the function and its derivative, which bounds the accuracy of rows.
     requested
         Fields that decide the result, for the fingerprint; JSON-able.
+    trace
+        Traces the function and its derivative, whose hash is in `requested`.
     """
 
     n_examples: int
@@ -123,8 +132,18 @@ class Prepared:
     rest: list[Any]
     function: Callable[[list[Any], list[Any], Any], jax.Array]
     read: Callable[[int, int], Any]
+    input_bytes: tuple[int, int]
     lowest: str
     requested: dict[str, Any]
+    trace: Callable[[], Any] = field(repr=False)
+
+    def requested_like(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        """`requested` in the words of what a store holds, which an earlier version may have written."""
+        if not by_text_of_jax(found.get("function")):
+            return self.requested
+        # That text depends on what caches hold, which were emptied before it was made.
+        with traced_anew():
+            return {**self.requested, "function": hash_text_of_jax(self.trace())}
 
 
 @contextmanager
@@ -134,6 +153,13 @@ def precision_context(float64: bool) -> Iterator[None]:
     Without `float64` the user's own setting of 64-bit types stays: that is the parameters' own precision.
     """
     with jax.enable_x64(True) if float64 else nullcontext(), jax.default_matmul_precision("highest"):
+        yield
+
+
+@contextmanager
+def own_code() -> Iterator[None]:
+    """Promote shapes and types as NumPy does, whatever the user asks JAX to refuse: for what is not the user's code."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         yield
 
 
@@ -168,7 +194,11 @@ def prepare(problem: Problem, *, float64: bool = False) -> Prepared:
         def function(selected: list[Any], rest: list[Any], example: Any) -> jax.Array:
             return chosen(all_outputs(selected, rest, example), problem.outputs)
 
-        jaxpr = derivative(all_outputs, parameters, example)
+        def trace() -> Any:
+            with precision_context(float64):
+                return derivative(all_outputs, parameters, example)
+
+        jaxpr = trace()
         return Prepared(
             n_examples=problem.n_examples,
             n_outputs=n_outputs,
@@ -178,7 +208,9 @@ def prepare(problem: Problem, *, float64: bool = False) -> Prepared:
             rest=parameters.rest,
             function=function,
             read=read,
+            input_bytes=problem.bytes_held(),
             lowest=lowest_precision(jaxpr),
+            trace=trace,
             requested=requested(
                 params=problem.params,
                 jaxpr=jaxpr,

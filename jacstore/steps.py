@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from jacstore.contraction import by_patches, own_rows_are_smaller, product_numbers
 from jacstore.plan import Step
 from jacstore.terms import Conv, Dense, Index, Leaf, Operand
 
@@ -28,7 +29,11 @@ def plan_steps(
         expanded = tuple(n for n in members if expanding_pays(costs[n], n_examples))
         rows_flops = {n: costs[n][1] for n in expanded}
         positions = max(
-            (_positions(leaves[n], by_name) for n in members if n not in expanded and not _simple(leaves[n], by_name)),
+            (
+                _positions(leaves[n], by_name, n_outputs, mode)
+                for n in members
+                if n not in expanded and not _simple(leaves[n], by_name)
+            ),
             default=1,
         )
         steps.append(
@@ -100,14 +105,17 @@ def _patch_numbers(leaf: Leaf, operands: dict[str, Operand]) -> int:
     return positions * leaf.size // _cotangents(leaf, operands)[2]
 
 
-def _positions(leaf: Leaf, operands: dict[str, Operand]) -> int:
-    """The most positions, or pixels, that products of this leaf run over."""
+def _positions(leaf: Leaf, operands: dict[str, Operand], n_outputs: int, mode: str) -> int:
+    """The most positions, or pixels, that products of this leaf run over; for patches and rows what takes as much."""
+    shapes = {name: operands[name].shape[-2] for name in leaf.operands if operands[name].role == "cotangents"}
+    if mode == "blocks" and own_rows_are_smaller(leaf, shapes, n_outputs):
+        return math.isqrt(3 * leaf.size // n_outputs) + 1
     most = 1
     for term in leaf.terms:
         assert not isinstance(term, Dense)
         most = max(most, operands[term.cotangents].shape[1])
         if isinstance(term, Conv):
-            most = max(most, math.prod(operands[term.inputs].shape[:-1]))
+            most = max(most, math.isqrt(product_numbers(term, operands[term.inputs].shape)) + 1)
     return most
 
 
@@ -133,7 +141,11 @@ def _costs(
             implicit += 2 * groups * t * s * width * outputs + ELEMENTWISE * groups * t * s * outputs
             if isinstance(p, Conv) and isinstance(q, Conv):
                 *space, channels = operands[p.inputs].shape
-                implicit += 2 * math.prod(space) ** 2 * channels + ELEMENTWISE * p.groups * t * s * math.prod(p.window)
+                window = math.prod(p.window)
+                if by_patches(p, operands[p.inputs].shape):
+                    implicit += 2 * t * s * window * channels
+                else:
+                    implicit += 2 * math.prod(space) ** 2 * channels + ELEMENTWISE * p.groups * t * s * window
                 expandable &= p.groups == 1
             elif isinstance(p, Index) or isinstance(q, Index):
                 implicit += ELEMENTWISE * t * s

@@ -71,7 +71,7 @@ class TargetChecks:
 
     def _fingerprint(self) -> Iterator[Check]:
         """Field by field, as a rerun of the build compares them."""
-        before, now = self.store.requested, self.prepared.requested
+        before, now = self.store.requested, self.prepared.requested_like(self.store.requested)
         versions = self.store.versions.get("jax"), jax.__version__
         for field in FIELDS:
             name = f"fingerprint: {field}"

@@ -33,6 +33,7 @@ FLOORS = {
         "inputs",
         "parameters",
         "outputs",
+        "program",
         "identity",
         "probes",
         "problem",
@@ -143,14 +144,14 @@ NEIGHBOURS = {
     "inputs": {"blame", "pytrees"},
     "parameters": {"blame", "pytrees"},
     "outputs": {"blame", "parameters", "pytrees"},
-    "identity": {"blame", "bounds", "outputs", "parameters", "pytrees"},
-    "probes": {"identity", "outputs", "parameters"},
-    "problem": {"blame", "identity", "inputs", "outputs", "parameters", "probes", "pytrees"},
+    "identity": {"blame", "bounds", "outputs", "parameters", "program", "pytrees"},
+    "probes": {"identity", "outputs", "parameters", "program"},
+    "problem": {"blame", "identity", "inputs", "outputs", "parameters", "probes", "program", "pytrees"},
     "target": {"blame", "problem"},
     "contraction": {"terms"},
     "factors": {"contraction", "terms"},
     "term_products": {"terms"},
-    "steps": {"plan", "terms"},
+    "steps": {"contraction", "plan", "terms"},
     "footprint": {"plan"},
     "store_plan": {"plan"},
     "schedule": {"footprint", "plan", "store_plan"},
@@ -386,6 +387,7 @@ def reached(module: str) -> set[str]:
 
 def test_assembling_a_kernel_never_needs_the_problem() -> None:
     about_problems = {"blame", "pytrees", "inputs", "parameters", "outputs", "identity", "probes", "problem", "target"}
+    about_problems.add("program")
     assert reached("assembly") & about_problems == set()
 
 

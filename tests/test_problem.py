@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import NamedTuple
@@ -20,8 +21,9 @@ import zarr
 from helpers_errors import refusal
 
 import jacstore
-from jacstore.errors import ProbeFailed, Refused
+from jacstore.errors import ProbeFailed, Refused, SelectedState
 from jacstore.problem import Problem, precision_context, prepare
+from jacstore.program import program_text
 from jacstore.target import load_target
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -503,6 +505,73 @@ def test_a_non_finite_example_0_is_left_to_the_build(batched):
         refusal(prepare, linear_problem(inputs=inputs, apply=batch_norm, batched=True), error=ProbeFailed)
 
 
+class Table:
+    """A dataset of Hugging Face in what matters: a shape, columns, lists until another format is asked for."""
+
+    column_names = ("pixels",)
+
+    def __init__(self, rows, convert=np.ndarray.tolist):
+        self.rows, self.convert, self.shape = rows, convert, (len(rows), 1)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        return {"pixels": self.convert(self.rows[i])}
+
+    def with_format(self, kind):
+        return Table(self.rows, {"numpy": np.asarray}[kind])
+
+
+def test_a_table_of_named_columns_is_a_dataset():
+    problem = linear_problem(inputs=Table(X), apply=lambda p, x: linear(p, x["pixels"]))
+    assert problem.n_examples == N
+    assert np.array_equal(problem.read(1, 4)["pixels"], X[1:4])
+    assert jacstore.build(problem, None).report["complete"]
+
+
+def test_running_statistics_among_the_parameters_are_warned_of_with_the_pattern_that_leaves_them_out():
+    variables = {"params": params(), "batch_stats": {"norm": {"mean": np.ones(K, np.float32)}}}
+
+    def apply(v, x):
+        return linear(v["params"], x) - v["batch_stats"]["norm"]["mean"]
+
+    with pytest.warns(SelectedState, match="batch_stats/norm/mean") as seen:
+        store = jacstore.build(linear_problem(apply=apply, params=variables), None)
+    assert len(store.leaves) == 3
+    (said,) = [str(warning.message) for warning in seen]
+    pattern = said.split("select=r'")[1].removesuffix("'")
+    kept = jacstore.build(linear_problem(apply=apply, params=variables, select=pattern), None)
+    assert [leaf.path for leaf in kept.leaves] == ["params/b", "params/w"]
+
+
+class Chunked:
+    """An array in chunks of which every one touched is decoded whole, as in Zarr; counts what is decoded at once."""
+
+    def __init__(self, values, length):
+        self.values, self.shape, self.dtype = values, values.shape, values.dtype
+        self.chunks, self.most = (length, *values.shape[1:]), 0
+
+    def __getitem__(self, at):
+        touched = -(-at.stop // self.chunks[0]) - at.start // self.chunks[0]
+        self.most = max(self.most, touched)
+        return self.values[at]
+
+
+def test_chunks_of_inputs_are_decoded_one_after_the_other():
+    held = Chunked(np.random.default_rng(0).normal(size=(20, D)).astype(np.float32), 3)
+    problem = linear_problem(inputs=held)
+    assert np.array_equal(problem.read(1, 20), held.values[1:20]) and held.most == 1
+    assert problem.bytes_held() == (4 * D, 3 * 4 * D)
+
+
+def test_chunks_of_inputs_that_do_not_fit_are_refused():
+    held = Chunked(np.zeros((4, 100), np.float32), 1_000_000)
+    problem = linear_problem(inputs=held, apply=lambda p, x: linear(p, x[:D]))
+    assert "smaller chunks" in refusal(jacstore.build, problem, None, memory="100MB")
+    assert jacstore.build(problem, None, memory="1GB").report["complete"]
+
+
 # --- fingerprint ------------------------------------------------------------------------------------------------------
 
 
@@ -611,6 +680,83 @@ def test_the_fingerprint_is_the_same_in_another_process():
         for _ in range(2)
     ]
     assert runs[0] == runs[1] and json.loads(runs[0])["constants"]
+
+
+def twice_jitted(between):
+    """A function that calls `jax.nn.relu`, which is a jit, twice, and does something between the calls."""
+
+    def apply(params, x):
+        first = jax.nn.relu(linear(params, x))
+        between()
+        return jax.nn.relu(first - 1)
+
+    return apply
+
+
+def test_the_fingerprint_does_not_depend_on_what_tracing_caches_hold():
+    shared = requested(apply=twice_jitted(lambda: None))
+    assert shared == requested(apply=twice_jitted(jax.clear_caches))
+
+
+def test_the_fingerprint_does_not_depend_on_the_seed_of_hashes():
+    runs = []
+    for seed in ("1", "2"):
+        command = [sys.executable, "-c", SCRIPT]
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        runs.append(json.loads(done.stdout))
+    assert runs[0] == runs[1]
+
+
+def test_programs_that_differ_in_one_place_have_other_texts():
+    table = np.arange(3.0, dtype=np.float32)
+
+    def text(function):
+        return program_text(jax.make_jaxpr(function)(np.ones(3, np.float32)))
+
+    functions = [
+        lambda x: x + 1,
+        lambda x: x + 2,
+        lambda x: 1 - x,
+        lambda x: x - 1,
+        jax.jit(lambda y: y + 1),
+        jax.jit(lambda y: y + 2),
+        lambda x: jax.lax.scan(lambda s, _: (s + 1, None), x, length=2)[0],
+        lambda x: jax.lax.scan(lambda s, _: (s + 1, None), x, length=3)[0],
+        lambda x: x + table,
+        lambda x: x + table[:1],
+        lambda x: jnp.dot(x, x),
+        lambda x: jnp.dot(x, x, precision="highest"),
+        lambda x: jax.nn.relu(x) + jax.nn.gelu(x),
+        lambda x: jax.nn.gelu(x) + jax.nn.relu(x),
+    ]
+    texts = [text(function) for function in functions]
+    assert len(set(texts)) == len(texts)
+    assert texts == [text(function) for function in functions]
+    assert not any(" at 0x" in one for one in texts)
+
+
+@pytest.mark.parametrize("within", [nullcontext(), jax.default_matmul_precision("float32")])
+def test_noise_behind_a_kept_jit_is_found_and_programs_of_the_user_stay(within):
+    noise = np.random.default_rng(3)
+    drawn, traced = jax.jit(lambda: jnp.asarray(noise.random(K, np.float32))), []
+
+    def apply(params, x):
+        with within:
+            return linear(params, x) + drawn()
+
+    @jax.jit
+    def of_the_user(x):
+        traced.append(x)
+        return x + 1
+
+    of_the_user(X)
+    for _ in range(3):
+        problem = {"apply": apply, "params": params(), "inputs": X}
+        assert "change from call to call" in refusal(jacstore.ntk, **problem, error=ProbeFailed)
+        jacstore.ntk(linear, params(), X)
+        of_the_user(X)
+    assert len(traced) == 1
 
 
 def test_the_fingerprint_is_the_same_where_the_output_is_a_terminal():

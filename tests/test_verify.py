@@ -19,11 +19,12 @@ import jacstore
 import jacstore.files
 import jacstore.finish
 import jacstore.repair
-from jacstore import Problem, StoreWriter, build, gram, verify
+from jacstore import Problem, StoreWriter, build, gram, identity, verify
 from jacstore.bounds import product_bound, squares_bound
 from jacstore.eigenvalue_checks import lanczos
-from jacstore.errors import Damaged, Refused
+from jacstore.errors import Damaged, Mismatch, Refused
 from jacstore.pieces import FileEncoder
+from jacstore.program import text_of_jax
 from jacstore.testing import cnn, dense_kernel, dense_rows, kernel_error, mlp, nested
 
 MODES = ("full", "trace", "diagonal", "blocks")
@@ -322,6 +323,23 @@ def test_another_function_is_found_by_its_rows_too(stores):
     assert {"fingerprint: function", "rows"} <= set(failed(report))
     # The store is what it was built to be: nothing of it is computed again.
     assert report.to_recompute == () and verify(stores / "mlp.jac", twice).ok
+
+
+def test_a_store_by_the_text_of_jax_continues_and_verifies_while_its_program_is_the_same(tmp_path, monkeypatch):
+    apply, path = problem_of("mlp").apply, tmp_path / "old.jac"
+    problem, parts = problem_of("mlp", apply=lambda p, x: jax.nn.relu(jax.nn.relu(apply(p, x)) - 0.1)), ("1/2", "2/2")
+    with monkeypatch.context() as before:
+        before.setattr(identity, "VERSION", "")
+        before.setattr(identity, "program_text", text_of_jax)
+        half = build(problem, path, unit_size=2, part=parts[0])
+    assert len(half.requested["function"]) == 64
+    jax.nn.relu(np.ones(3, np.float32))  # caches hold another trace of it now
+    assert build(problem, path, unit_size=2, part=parts[1]).report["complete"]
+    assert jacstore.verify(path, problem).ok
+    other = problem_of("mlp", apply=lambda p, x: jax.nn.relu(jax.nn.relu(apply(p, x)) - 0.2))
+    with pytest.raises(Mismatch, match="function"):
+        build(other, path, unit_size=2)
+    assert failed(jacstore.verify(path, other))[0] == "fingerprint: function"
 
 
 def test_a_target_of_other_leaves_outputs_or_too_few_examples_says_so(stores):
