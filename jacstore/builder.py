@@ -38,7 +38,7 @@ from jacstore.progress import BatchDone, Listener, Started, silent
 from jacstore.row_check import RowCheck
 from jacstore.store import JacobianStore, leaf_table
 from jacstore.store_plan import StorePlan, plan_store
-from jacstore.trace import cut_before_products
+from jacstore.trace import Cut, cut_before_products, cut_with_rows
 from jacstore.unit import SpareBlocks, Unit, refuse_other_inputs
 from jacstore.writer import ARRAYS, StoreWriter, factor_bytes, refuse_small_disk, request_of, require_same
 
@@ -223,19 +223,21 @@ class _Job:
         self.out = "memory://" if out is None else str(out)
         device()
         self.prepared, self.shift = _restrict(prepare(problem, float64=options.dtype == "float64"), options.examples)
-        self.cut = cut_before_products(self.prepared, options.layout, options.dtype == "float64")
-        self.leaves, self.operands = self.cut.leaves, self.cut.operands
+        self._take(cut_before_products(self.prepared, options.layout, options.dtype == "float64"))
         self.requested = {
             **self.prepared.requested,
             "examples": [self.shift, self.shift + self.prepared.n_examples],
             "layout": options.layout,
             "codec": options.codec,
         }
-        self.n_columns = sum(leaf.size for leaf in self.leaves if leaf.dense)
         self.device_pass: DevicePass | None = None
         self.seconds_compile = 0.0
         # Inputs and rows of the first pass, if they were computed to choose a codec: the build begins with them.
         self.first: tuple[Any, BatchRows] | None = None
+
+    def _take(self, cut: Cut) -> None:
+        self.cut, self.leaves, self.operands = cut, cut.leaves, cut.operands
+        self.n_columns = sum(leaf.size for leaf in cut.leaves if leaf.dense)
 
     @property
     def outputs_dtype(self) -> str:
@@ -261,7 +263,10 @@ class _Job:
         return self._continued(JacobianStore(files, self.out))
 
     def _continued(self, store: JacobianStore) -> JacobianStore:
-        """A store that is there; what is requested is said in its words from now on."""
+        """A store that is there: the request is said in its words, and leaves that it has as rows stay rows."""
+        rows = {leaf.path for leaf in store.leaves if leaf.dense}
+        if any(not leaf.dense and leaf.path in rows for leaf in self.leaves):
+            self._take(cut_with_rows(self.cut, rows, self.prepared.n_outputs, self.options.layout))
         self.requested |= {"function": self.prepared.requested_like(store.requested)["function"]}
         return store
 

@@ -51,6 +51,8 @@ class UnitRecord(Open):
     stop: int
     bytes: int
     zero_rows: int
+    # Numbers of the leaves whose part of every row is zero; records of earlier versions do not say.
+    zero_leaves: tuple[int, ...] = ()
     nonfinite_examples: tuple[int, ...]
     files: dict[str, Any]
     rounding: Rounding | None = None
@@ -275,6 +277,7 @@ class JacobianStore:
             "bytes_stored": sum(record["bytes"] for record in records),
             "bytes_dense": self.n_examples * self.n_outputs * self.n_parameters * 4,
             "zero_rows": sum(record["zero_rows"] for record in records),
+            "zero_leaves": self._zero_leaves(records),
             "nonfinite_examples": [n for record in records for n in record["nonfinite_examples"]],
             "complete": len(records) == self.n_units,
             "format_version": FORMAT_VERSION,
@@ -284,6 +287,11 @@ class JacobianStore:
             "versions": self.versions,
             "numerics": self._errors(records),
         }
+
+    def _zero_leaves(self, records: list[dict[str, Any]]) -> list[str]:
+        """Paths of the leaves whose part of every row so far is zero."""
+        zero = set.intersection(*(set(record.get("zero_leaves", ())) for record in records)) if records else set()
+        return [leaf.path for n, leaf in enumerate(self.leaves) if n in zero]
 
     def _errors(self, records: list[dict[str, Any]]) -> dict[str, Any]:
         """The numerical record with what rounding for storage does to kernel entries, relative to sqrt(G_ii G_jj)."""

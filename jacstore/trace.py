@@ -8,7 +8,7 @@ larger.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,11 +112,23 @@ def cut_before_products(prepared: Prepared, layout: str, float64: bool) -> Cut:
         return _cut(flat, described, prepared.n_outputs, layout)
 
 
-def _cut(flat: Backward, described: Sequence[tuple[str, tuple[int, ...], str]], n_outputs: int, layout: str) -> Cut:
+def cut_with_rows(cut: Cut, paths: Collection[str], n_outputs: int, layout: str) -> Cut:
+    """The same program with the leaves at `paths` as rows: so has a store them that an earlier version began."""
+    described = [(leaf.path, leaf.shape, leaf.dtype) for leaf in cut.leaves]
+    return _cut(cut._flat, described, n_outputs, layout, paths)
+
+
+def _cut(
+    flat: Backward,
+    described: Sequence[tuple[str, tuple[int, ...], str]],
+    n_outputs: int,
+    layout: str,
+    as_rows: Collection[str] = (),
+) -> Cut:
     finder = Finder(flat)
     found = [finder.leaf(n) for n in range(len(described))]
     finder.tie_sums(found)
-    chosen = _choose(found, described, n_outputs, layout)
+    chosen = _choose(found, described, n_outputs, layout, as_rows)
     names: dict[Any, str] = {}
     made: dict[str, Made] = {}
     operands: list[Operand] = []
@@ -160,11 +172,17 @@ def _temporary(core_made: Made, names: dict[Any, str], made: dict[str, Made]) ->
 
 
 def _choose(
-    found: list[Found], described: Sequence[tuple[str, tuple[int, ...], str]], n_outputs: int, layout: str
+    found: list[Found],
+    described: Sequence[tuple[str, tuple[int, ...], str]],
+    n_outputs: int,
+    layout: str,
+    as_rows: Collection[str],
 ) -> list[bool]:
     """Which leaves are stored by their factors."""
     chosen = []
-    for leaf, (_, shape, _) in zip(found, described, strict=True):
+    for leaf, (path, shape, _) in zip(found, described, strict=True):
+        if path in as_rows:
+            leaf.terms, leaf.pending, leaf.why = [], [], "stored as rows by an earlier version"
         products = bool(leaf.terms) and not leaf.pending
         numbers, size = sum(core.numbers(n_outputs) for core in leaf.terms), n_outputs * math.prod(shape)
         gain = CONV_GAIN if any(core.kind == "conv" for core in leaf.terms) else 1

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from jacstore.machine import format_size
+
+PATHS_SHOWN = 5
 
 
 def _rows(r: dict[str, Any]) -> str:
@@ -28,7 +31,16 @@ def build(r: dict[str, Any]) -> str:
         f"{r['store']}: {_rows(r)}, "
         f"{format_size(r['bytes_stored'])} (float32 rows: {format_size(r['bytes_dense'])}), {state}\n"
         f"{r['units_computed']} units computed, {r['units_reused']} reused of {r['units_total']}{saved}"
+        + "".join(f"\n{line}" for line in zero_leaves(r["zero_leaves"]))
     )
+
+
+def zero_leaves(paths: Sequence[str]) -> list[str]:
+    """A line on leaves whose part of every row is zero, if there are any."""
+    if not paths:
+        return []
+    named = ", ".join(paths[:PATHS_SHOWN]) + (" and others" if len(paths) > PATHS_SHOWN else "")
+    return [f"zero for every example: {named}; if they are state or unused, leave them out with select="]
 
 
 def gram(r: dict[str, Any]) -> str:
@@ -158,6 +170,7 @@ def info(r: dict[str, Any]) -> str:
             f"(float32 rows: {format_size(r['bytes_dense'])})",
             f"{'complete' if r['complete'] else 'incomplete'}: {r['units_done']} of {r['units_total']} units",
             f"zero rows: {r['zero_rows']}, examples with NaN or infinity: {len(r['nonfinite_examples'])}",
+            *zero_leaves(r["zero_leaves"]),
             _error_line(r["numerics"]),
             *_leaf_lines(r["leaves"]),
         ]

@@ -161,7 +161,10 @@ class StoreWriter:
     def report(self, started: float, **more: Any) -> dict[str, Any]:
         """What a build that began at `started` (`time.perf_counter()`) says of itself: counts, bytes, seconds."""
         facts = self.store.info()
-        same = ("store", "examples", "outputs", "parameters", "units_total", "bytes_stored", "bytes_dense", "complete")
+        same = (
+            *("store", "examples", "outputs", "parameters", "units_total"),
+            *("bytes_stored", "bytes_dense", "complete", "zero_leaves"),
+        )
         return {
             **{key: facts[key] for key in same},
             "leaves": len(self.leaves),
@@ -276,6 +279,7 @@ class StoreWriter:
                 "stop": start + count,
                 "bytes": size,
                 "zero_rows": int(np.sum(norms.sum(-1) == 0)),
+                "zero_leaves": [n for n, leaf in enumerate(self.leaves) if leaf.size and not norms[..., n].any()],
                 "nonfinite_examples": nonfinite,
                 **rounding.result(),
                 "files": {name: record.to_list() for name, record in files.items()},
@@ -603,8 +607,9 @@ def require_same(
     compare_requested(store.path, store.requested, wanted)
     if [leaf.terms for leaf in store.leaves] != [leaf.terms for leaf in leaves]:
         raise Mismatch(
-            f"{store.path}: its leaves are stored by other terms than this JAX finds ({store.versions.get('jax')}); "
-            "use the first version, or start anew with --overwrite (overwrite=True)"
+            f"{store.path}: its leaves are stored by other terms than these versions of jacstore and JAX find (it was "
+            f"begun with JAX {store.versions.get('jax')}); use the first versions, or start anew with --overwrite "
+            "(overwrite=True)"
         )
     if unit_size is not None and min(unit_size, store.n_examples) != store.unit_size:
         raise Mismatch(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jacstore
+from jacstore import wording
 from jacstore.errors import ProbeFailed
 from jacstore.row_check import RowCheck
 from jacstore.terms import Dot
@@ -81,3 +82,14 @@ def test_gradients_that_do_not_fit_are_left_out(monkeypatch):
     monkeypatch.setattr("jacstore.row_check.GRADIENT_SHARE", 2**60)
     store = jacstore.build(mlp(4), None)
     assert store.complete
+
+
+def test_leaves_that_are_zero_for_every_example_are_named(tmp_path):
+    problem = mlp(6)
+    params = {**problem.params, "mean": np.ones(4, np.float32)}
+    used = problem.apply
+    problem = replace(problem, apply=lambda p, x: used({k: v for k, v in p.items() if k != "mean"}, x), params=params)
+    store = jacstore.build(problem, tmp_path / "run.jac", unit_size=2)
+    assert store.report["zero_leaves"] == jacstore.open(tmp_path / "run.jac").info()["zero_leaves"] == ["mean"]
+    assert "zero for every example: mean;" in wording.build(store.report)
+    assert jacstore.build(mlp(6), None).info()["zero_leaves"] == []

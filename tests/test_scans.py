@@ -172,3 +172,17 @@ def test_a_long_scan_of_a_small_weight_keeps_its_sum_inside():
     rows = dense_rows(problem)
     found = store.array.compute(scheduler="synchronous").reshape(rows.shape)
     assert np.linalg.norm(found - rows) <= 1e-12 * np.linalg.norm(rows)
+
+
+def test_a_store_that_has_a_leaf_as_rows_is_continued_with_rows(monkeypatch, tmp_path):
+    """As an earlier version, which found no factors inside of scans, has begun it."""
+    problem = problem_of("rnn")
+    with monkeypatch.context() as earlier:
+        earlier.setattr("jacstore.backward._opened", lambda eqn, inputs: None)
+        begun = jacstore.build(problem, tmp_path / "run.jac", dtype="float64", unit_size=2, part="1/2")
+    assert all(leaf.dense for leaf in begun.leaves) and not begun.complete
+    store = jacstore.build(problem, tmp_path / "run.jac", dtype="float64")
+    assert store.complete and store.report["units_reused"] == 1
+    rows = dense_rows(problem)
+    found = store.array.compute(scheduler="synchronous").reshape(rows.shape)
+    assert np.linalg.norm(found - rows) <= 1e-12 * np.linalg.norm(rows)
