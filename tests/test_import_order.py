@@ -75,6 +75,7 @@ FLOORS = {
         "kernel",
         "checkpoints",
         "torch_network",
+        "torch_calls",
         "torch_layers",
         "panels",
         "streams",
@@ -109,6 +110,7 @@ FLOORS = {
         "norms",
         "products",
         "torch_pass",
+        "torch_audit",
         "prediction",
         "inverse_roots",
         "curvature",
@@ -158,7 +160,7 @@ NEIGHBOURS = {
     "store": {"attributes", "blocks", "hierarchy"},
     "writer": {"attributes", "blocks", "hierarchy", "store"},
     "kernel": {"attributes", "hierarchy"},
-    "torch_layers": {"torch_network"},
+    "torch_layers": {"torch_calls", "torch_network"},
     "unit": {"jacobian"},
     "finish": {"norms", "work"},
     "repair": {"finish", "item", "work"},
@@ -188,6 +190,7 @@ NEIGHBOURS = {
     "verification": {"kernel_checks", "store_checks", "target_checks"},
     "torch_terms": {"torch_layers", "torch_network", "trace"},
     "torch_pass": {"jacobian"},
+    "torch_audit": {"jacobian", "torch_pass"},
     "prediction": {"regression"},
     "inverse_roots": {"dense", "factorization", "krylov", "solve", "weighting"},
     "goodness": {"posterior"},
@@ -392,7 +395,7 @@ def test_a_process_that_assembles_never_loads_jax() -> None:
 
 def test_torch_is_imported_only_by_its_own_modules() -> None:
     users = {module for module in modules() for found in of(module) if found.name.partition(".")[0] == "torch"}
-    assert users == {"torch", "torch_layers", "torch_network", "torch_pass", "torch_terms"}
+    assert users == {"torch", "torch_calls", "torch_layers", "torch_network", "torch_pass", "torch_terms"}
 
 
 @pytest.mark.parametrize("module", PLANNING)
