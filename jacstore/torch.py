@@ -35,14 +35,15 @@ from jacstore.store import JacobianStore
 from jacstore.torch_audit import Audit, Differs
 from jacstore.torch_network import Network, close, host, mapped, path_of, requested, settings
 from jacstore.torch_pass import TorchPass
+from jacstore.torch_problem import TorchProblem
 from jacstore.torch_terms import WRONG
 from jacstore.unit import SpareBlocks, Unit, refuse_other_inputs
 from jacstore.writer import StoreWriter
 
 
 def build(
-    module: torch.nn.Module,
-    inputs: Any,
+    module: torch.nn.Module | TorchProblem,
+    inputs: Any = None,
     out: str | Path | None = None,
     *,
     outputs: str | Sequence[int] = "all",
@@ -62,7 +63,8 @@ def build(
     Parameters
     ----------
     module
-        In evaluation mode. Columns are its parameters that require a gradient, in the order of `named_parameters`.
+        In evaluation mode; or a `TorchProblem`, which holds inputs and outputs too. Columns are its parameters that
+        require a gradient, in the order of `named_parameters`.
     inputs
         Tensors or arrays `(N, ...)`, or a map-style dataset; a tuple is passed as arguments, a dict as keywords.
         Floating inputs are given in the type of the module's first parameter.
@@ -86,7 +88,15 @@ def build(
     for name, given, allowed in (("dtype", dtype, DTYPES), ("layout", layout, LAYOUTS)):
         if given not in allowed:
             raise Refused(f"{name}={given}: allowed are {', '.join(allowed)}")
-    source = _source(inputs)
+    if isinstance(module, TorchProblem):
+        if inputs is not None or outputs != "all":
+            raise Refused("module is a TorchProblem, which holds inputs and outputs; leave out inputs= and outputs=")
+        inputs, outputs, network_of = module.inputs, module.outputs, module.module
+    elif inputs is None:
+        raise Refused("inputs is missing; give the examples of the module (inputs=), or a TorchProblem")
+    else:
+        network_of = module
+    source = source_of(inputs)
     if source.n_examples == 0:
         raise Refused("inputs holds 0 examples; at least 1 is needed; change inputs=")
     budget = machine.default_memory(memory)
@@ -98,7 +108,7 @@ def build(
     }
     of_part = hierarchy.parse_part(part)
     with settings():
-        network = Network(module, outputs, dtype == "float64")
+        network = Network(network_of, outputs, dtype == "float64")
         while True:
             passes = TorchPass(network, source, **options)
             writer = StoreWriter(
@@ -161,7 +171,8 @@ class _Items:
         return mapped(lambda leaf: host(leaf) if isinstance(leaf, torch.Tensor) else leaf, self.items[index])
 
 
-def _source(inputs: Any) -> Arrays | Dataset:
+def source_of(inputs: Any) -> Arrays | Dataset:
+    """Examples as they are read: NumPy arrays, whatever they are kept in."""
     if is_dataset(inputs):
         return Dataset(_Items(inputs))
     return Arrays(mapped(lambda leaf: _OnHost(leaf) if isinstance(leaf, torch.Tensor) else leaf, inputs))
@@ -185,8 +196,8 @@ def _otherwise(found: Differs, passes: TorchPass, writer: StoreWriter, part: tup
         passes.refuse_generic(generic, found.example)
     if part != (1, 1) or writer.store.ledger.done("unit"):
         raise ProbeFailed(
-            f"parameter {min(found.names)!r} is used otherwise by example {found.example} than by those that are stored; "
-            "store its rows, which autograd gives one example at a time: layout='dense' with overwrite=True"
+            f"parameter {min(found.names)!r} is used otherwise by example {found.example} than by those that are "
+            "stored; store its rows, which autograd gives one example at a time: layout='dense' with overwrite=True"
         )
     return {
         "wrong": {path_of(name) for name in (*passes.wrong, *(found.names - generic))},

@@ -20,6 +20,8 @@ from jacstore.torch_pass import TorchPass
 
 # What comparing may take: a share of the time of the passes themselves, and seconds that nobody notices.
 SHARE, UNNOTICED = 0.04, 0.5
+# How many at most before it is known how long one takes.
+FIRST_COMPARED = 64
 
 
 class Differs(JacstoreError):
@@ -60,9 +62,8 @@ class Audit:
         order = [n for n in self._draw.permutation(count) if a + n != self._certain]
         chosen = [self._certain - a] if a <= self._certain < a + count else []
         allowed = max(UNNOTICED, SHARE * self.seconds_of_passes) - self.seconds
-        each = self.seconds / self.examples if self.examples else 0.0
-        more = len(order) if not each else int(max(0.0, allowed) / each)
-        chosen += order[: more if self.examples else 1]
+        each = self.seconds / self.examples if self.examples else allowed / FIRST_COMPARED
+        chosen += order[: max(0, int(allowed / each)) if each else None]
         combined = _Combined(self.passes, chosen, self._draw)
         try:
             for rows in self.passes.run(examples):
@@ -73,16 +74,19 @@ class Audit:
         self.seconds_of_passes += time.perf_counter() - began
         if chosen:
             began = time.perf_counter()
-            self._compare(a, self.passes.network.tensors(examples), combined)
+            self._compare(a, self.passes.network.tensors(examples), combined, allowed)
             self.seconds += time.perf_counter() - began
 
-    def _compare(self, a: int, examples: Any, combined: _Combined) -> None:
+    def _compare(self, a: int, examples: Any, combined: _Combined, allowed: float) -> None:
+        began = time.perf_counter()
         for at, n in enumerate(combined.chosen):
             example = mapped(lambda leaf, n=n: leaf[int(n)], examples)
             wrong = self.passes.wrong_at(example, combined.cotangents[at], combined.rows(at))
             self.examples += 1
             if wrong:
                 raise Differs(wrong, a + int(n))
+            if time.perf_counter() - began > allowed:
+                break
 
 
 class _Combined:

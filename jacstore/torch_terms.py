@@ -13,7 +13,6 @@ from jacstore.torch_layers import Key, Layer
 from jacstore.torch_network import Network, path_of
 from jacstore.trace import CONV_GAIN, SMALLEST
 
-
 # Why a leaf has no terms that had some until an example showed that they are not its gradient.
 WRONG = "its layer's products are not its gradient"
 

@@ -36,6 +36,7 @@ FLOORS = {
         "identity",
         "probes",
         "problem",
+        "torch_problem",
         "target",
         "terms",
         "contraction",
@@ -122,6 +123,7 @@ FLOORS = {
         "torch",
         "store_checks",
         "target_checks",
+        "torch_checks",
         "kernel_checks",
         "tile_checks",
         "eigenvalue_checks",
@@ -145,7 +147,7 @@ NEIGHBOURS = {
     "identity": {"blame", "bounds", "outputs", "parameters", "pytrees"},
     "probes": {"identity", "outputs", "parameters"},
     "problem": {"blame", "identity", "inputs", "outputs", "parameters", "probes", "pytrees"},
-    "target": {"blame", "problem"},
+    "target": {"blame", "problem", "torch_problem"},
     "contraction": {"terms"},
     "factors": {"contraction", "terms"},
     "term_products": {"terms"},
@@ -185,9 +187,10 @@ NEIGHBOURS = {
     "work": {"norms"},
     "item": {"finish", "slabs", "work"},
     "target_checks": {"store_checks"},
+    "torch_checks": {"store_checks", "target_checks", "torch"},
     "eigenvalue_checks": {"tile_checks"},
     "kernel_checks": {"eigenvalue_checks", "tile_checks"},
-    "verification": {"kernel_checks", "store_checks", "target_checks"},
+    "verification": {"kernel_checks", "store_checks", "target_checks", "torch_checks"},
     "torch_terms": {"torch_layers", "torch_network", "trace"},
     "torch_pass": {"jacobian"},
     "torch_audit": {"jacobian", "torch_pass"},
@@ -214,6 +217,10 @@ CHOICES = {
     (
         "operators",
         "jacstore.pytrees",
+    ),
+    (
+        "verification",
+        "jacstore.torch_checks",
     ),
 }
 
@@ -395,7 +402,15 @@ def test_a_process_that_assembles_never_loads_jax() -> None:
 
 def test_torch_is_imported_only_by_its_own_modules() -> None:
     users = {module for module in modules() for found in of(module) if found.name.partition(".")[0] == "torch"}
-    assert users == {"torch", "torch_calls", "torch_layers", "torch_network", "torch_pass", "torch_terms"}
+    assert users == {
+        "torch",
+        "torch_calls",
+        "torch_checks",
+        "torch_layers",
+        "torch_network",
+        "torch_pass",
+        "torch_terms",
+    }
 
 
 @pytest.mark.parametrize("module", PLANNING)

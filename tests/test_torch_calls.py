@@ -173,14 +173,16 @@ def test_rows_are_those_of_autograd_for_every_example(name, layout):
     store = jacstore.torch.build(module, inputs, None, dtype=dtype, layout=layout, batch_size=2)
     if layout == "auto" and terms:
         assert terms_of(store) == terms
-    wanted = named_truth(module, inputs) if name == "named_outputs" else truth(module, inputs)
+    wanted = truth(PLAIN[name](module), inputs) if name in PLAIN else truth(module, inputs)
     for found, row in zip(np.split(rows_of(store), len(wanted)), wanted, strict=True):
         assert row_error(found, row) <= bound
 
 
-def named_truth(module, inputs):
-    plain = Function(lambda m, x: (m.a(x), m.b(x)), a=module.a, b=module.b)
-    return truth(plain, inputs)
+# The same networks as the truth can take them.
+PLAIN = {
+    "named_outputs": lambda module: Function(lambda m, x: (m.a(x), m.b(x)), a=module.a, b=module.b),
+    "checkpointed": lambda module: Function(lambda m, x: m.head(torch.tanh(m.a(x))), a=module.a, head=module.head),
+}
 
 
 def rare(at):
@@ -197,9 +199,10 @@ def rare(at):
 
 def test_terms_found_wrong_in_the_first_unit_become_rows_and_stay_so_when_continued(tmp_path, monkeypatch):
     monkeypatch.setattr("jacstore.torch_audit.UNNOTICED", 1e9)
+    monkeypatch.setattr("jacstore.torch_audit.FIRST_COMPARED", 1000)
     module, inputs = rare(20)
     store = jacstore.torch.build(module, inputs, tmp_path / "s", dtype="float64", unit_size=200)
-    assert terms_of(store) == "dense dense dot dot" and store.report["examples_audited"] > 300
+    assert terms_of(store) == "dense dense dot dot" and store.report["examples_audited"] >= 200
     assert row_error(rows_of(store), truth(module, inputs).reshape(800, -1)) <= 1e-12
     again = jacstore.torch.build(module, inputs, tmp_path / "s", dtype="float64", unit_size=200)
     assert again.report["units_reused"] == 2
@@ -207,6 +210,7 @@ def test_terms_found_wrong_in_the_first_unit_become_rows_and_stay_so_when_contin
 
 def test_terms_found_wrong_after_units_are_stored_end_the_build_naming_parameter_and_example(tmp_path, monkeypatch):
     monkeypatch.setattr("jacstore.torch_audit.UNNOTICED", 1e9)
+    monkeypatch.setattr("jacstore.torch_audit.FIRST_COMPARED", 1000)
     module, inputs = rare(250)
     with pytest.raises(ProbeFailed, match=r"'a.weight' .* example 250 .*layout='dense'"):
         jacstore.torch.build(module, inputs, tmp_path / "s", unit_size=100)
@@ -220,7 +224,7 @@ def test_every_unit_is_compared_with_autograd_whatever_it_takes(monkeypatch):
     assert 8 <= store.report["examples_audited"] <= 9
 
 
-def test_factors_changed_on_their_way_are_found_before_they_are_stored(monkeypatch):
+def test_factors_that_come_out_wrong_are_found_and_rows_are_stored_instead(monkeypatch):
     from jacstore.torch_pass import TorchPass
 
     run = TorchPass.run
@@ -229,12 +233,14 @@ def test_factors_changed_on_their_way_are_found_before_they_are_stored(monkeypat
         for rows in run(self, examples):
             for name, values in rows.factors.items():
                 if name.startswith("cotangents"):
-                    values *= 1.5
+                    np.multiply(values, 1.5, out=values)
             yield rows
 
     monkeypatch.setattr(TorchPass, "run", off)
-    with pytest.raises(ProbeFailed, match="other gradients"):
-        jacstore.torch.build(nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 2)), torch.randn(6, 4), None)
+    module, inputs = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 2)), torch.randn(6, 4)
+    store = jacstore.torch.build(module, inputs, None, dtype="float64")
+    assert terms_of(store) == "dense dense dense dense"
+    assert row_error(rows_of(store), truth(module, inputs).reshape(12, -1)) <= 1e-12
 
 
 class Narrow(nn.Module):
