@@ -50,20 +50,36 @@ def build(shared: Shared, target: str, out: str, dry_run: bool, **options: Any) 
     """Compute the Jacobian rows of TARGET and store them.
 
     TARGET is path/to/file.py:name or package.module:name, a Problem or a function returning one; name defaults to
-    "problem".
+    "problem". Of PyTorch it is a jacstore.torch.TorchProblem.
     """
 
     def work(lines: Lines, stop: Stop) -> dict[str, Any]:
         import jacstore
         from jacstore.builder import plan_build
+        from jacstore.torch_problem import TorchProblem
 
         problem = jacstore.load_target(target)
+        if isinstance(problem, TorchProblem):
+            return _build_torch(problem, out, dry_run, listener=lines, stop=stop, **options)
         if dry_run:
             del options["allow_nonfinite"]
             return plan_build(problem, out, **options)
         return with_warnings(lambda: jacstore.build(problem, out, listener=lines, stop=stop, **options).report)
 
     run(work, wording.plan_build if dry_run else wording.build, shared)
+
+
+def _build_torch(problem: Any, out: str, dry_run: bool, **options: Any) -> dict[str, Any]:
+    """The build of a module of PyTorch, which chooses by itself what these options say."""
+    from jacstore import torch
+    from jacstore.errors import Refused
+
+    given = {name: options.pop(name) for name in ("device_memory", "output_batch", "codec", "examples")}
+    given |= {"codec": None if given["codec"] in ("auto", "none") else given["codec"], "dry_run": dry_run or None}
+    for name, value in given.items():
+        if value is not None:
+            raise Refused(f"--{name.replace('_', '-')}: not allowed where TARGET is of PyTorch; leave it out")
+    return torch.build(problem, out=out, **options).report
 
 
 @main.command()

@@ -30,7 +30,7 @@ KINDS = ("store", "kernel")
 def versions() -> dict[str, str]:
     """Versions of what decides the numbers and the bytes."""
     found = {"python": platform.python_version()}
-    for package in ("jacstore", "numpy", "jax", "zarr", "numcodecs", "dask"):
+    for package in ("jacstore", "numpy", "jax", "zarr", "numcodecs", "dask", "torch"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     return found

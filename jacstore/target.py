@@ -1,4 +1,4 @@
-"""In: the text `path/to/file.py:name` or `package.module:name`. Out: the `Problem` that it names."""
+"""In: the text `path/to/file.py:name` or `package.module:name`. Out: the `Problem` or `TorchProblem` that it names."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from typing import Any
 from jacstore.blame import one_line
 from jacstore.errors import JacstoreError, Refused
 from jacstore.problem import Problem
+from jacstore.torch_problem import TorchProblem
 
 DEFAULT_NAME = "problem"
 
 
-def load_target(text: str) -> Problem:
-    """Load a `Problem`, or call the function without arguments that returns one.
+def load_target(text: str) -> Problem | TorchProblem:
+    """Load a `Problem` or `TorchProblem`, or call the function without arguments that returns one.
 
     Parameters
     ----------
@@ -108,26 +109,28 @@ def _import(name: str, text: str) -> ModuleType:
         raise
 
 
-def _problem(module: ModuleType, name: str, text: str) -> Problem:
+def _problem(module: ModuleType, name: str, text: str) -> Problem | TorchProblem:
     if not hasattr(module, name):
         found = [key for key, value in vars(module).items() if _is_candidate(value, module)]
         there = f"it has {', '.join(found)}" if found else "it has no Problem and no function"
         raise _Wrong(f"target {text!r}: there is no name {name} in {module.__file__}; {there}; change TARGET")
     value = getattr(module, name)
-    if not isinstance(value, Problem) and callable(value):
+    if not isinstance(value, Problem | TorchProblem) and callable(value):
         if _needs_arguments(value):
             raise _Wrong(f"target {text!r} needs arguments; a function without any is allowed; change TARGET")
         value = value()
-    if not isinstance(value, Problem):
+    if not isinstance(value, Problem | TorchProblem):
         raise _Wrong(
-            f"target {text!r} is a {type(value).__name__}; it has to be a jacstore.Problem or a function that returns "
-            "one; change TARGET"
+            f"target {text!r} is a {type(value).__name__}; it has to be a jacstore.Problem (of PyTorch a "
+            "jacstore.torch.TorchProblem) or a function that returns one; change TARGET"
         )
     return value
 
 
 def _is_candidate(value: Any, module: ModuleType) -> bool:
-    return isinstance(value, Problem) or (inspect.isfunction(value) and value.__module__ == module.__name__)
+    return isinstance(value, Problem | TorchProblem) or (
+        inspect.isfunction(value) and value.__module__ == module.__name__
+    )
 
 
 def _needs_arguments(function: Any) -> bool:

@@ -8,6 +8,7 @@ may fall to the other side of zero between float32 and float64.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -28,6 +29,8 @@ FIELDS = ("parameters", "function", "constants", "outputs", "selection", "inputs
 TEXTS = ("function", "constants")
 INPUTS_AT_ONCE = 64
 EVERYTHING = ("inputs: all rows", "rows", "outputs", "rows in the build's precision only")
+# `(example, k) -> outputs (K,), the row of output k leaf by leaf`.
+Plain = Callable[[Any, int], tuple[np.ndarray, list[np.ndarray]]]
 
 
 class TargetChecks:
@@ -35,21 +38,29 @@ class TargetChecks:
 
     Attributes
     ----------
+    package
+        Whose text of a function it is.
     same
         Whether nothing that decides the rows differs, so that a wrong row is the store's fault.
     """
+
+    package = "jax"
 
     def __init__(self, store: JacobianStore, problem: Problem, checks: StoreChecks) -> None:
         self.store, self.problem, self.checks = store, problem, checks
         self.prepared: Prepared = prepare(problem, float64=store.dtype == "float64")
         self.same = True
+        self.n_outputs, self.n_examples = self.prepared.n_outputs, problem.n_examples
+        self.described = [(leaf.path, leaf.shape) for leaf in self.prepared.leaves]
+        self.selected: list[Any] = list(self.prepared.selected)
+        self.wanted: dict[str, Any] = self.prepared.requested_like(store.requested)
 
     def run(self, samples: int, full: bool, draw: np.random.Generator) -> Iterator[Check]:
         yield from self._fingerprint()
         found = [(leaf.path, leaf.shape) for leaf in self.store.leaves]
-        if found != [(leaf.path, leaf.shape) for leaf in self.prepared.leaves]:
+        if found != self.described:
             yield from (skipped(name, "the target's leaves are others") for name in EVERYTHING)
-        elif (self.store.n_outputs, True) != (self.prepared.n_outputs, self._shift() is not None):
+        elif (self.store.n_outputs, True) != (self.n_outputs, self._shift() is not None):
             yield from (skipped(name, "the target has other outputs or fewer examples") for name in EVERYTHING)
         else:
             yield self._inputs()
@@ -58,7 +69,7 @@ class TargetChecks:
     def _shift(self) -> int | None:
         """The target's example that is the store's first; None if the target has too few."""
         first, last = self._range()
-        return first if last <= self.problem.n_examples else None
+        return first if last <= self.n_examples else None
 
     def _range(self) -> tuple[int, int]:
         """The target's examples that are stored; all of them if the request names none, or in other words."""
@@ -71,8 +82,8 @@ class TargetChecks:
 
     def _fingerprint(self) -> Iterator[Check]:
         """Field by field, as a rerun of the build compares them."""
-        before, now = self.store.requested, self.prepared.requested_like(self.store.requested)
-        versions = self.store.versions.get("jax"), jax.__version__
+        before, now = self.store.requested, self.wanted
+        versions = self.store.versions.get(self.package), version(self.package)
         for field in FIELDS:
             name = f"fingerprint: {field}"
             if field not in before:
@@ -80,7 +91,9 @@ class TargetChecks:
                 continue
             equal = before[field] == now[field]
             if not equal and field in TEXTS and versions[0] != versions[1]:
-                yield skipped(name, f"written by jax {versions[0]}, this is {versions[1]}: their programs differ")
+                yield skipped(
+                    name, f"written by {self.package} {versions[0]}, this is {versions[1]}: their programs differ"
+                )
                 continue
             self.same &= equal
             where = "" if equal else f"{field}: {_brief(before[field])} -> {_brief(now[field])}"
@@ -88,7 +101,7 @@ class TargetChecks:
         wanted = self._range()
         if self._shift() is None:
             self.same = False
-            where = f"examples {wanted[0]} to {wanted[1] - 1} are stored, the target has {self.problem.n_examples}"
+            where = f"examples {wanted[0]} to {wanted[1] - 1} are stored, the target has {self.n_examples}"
             yield Check(name="fingerprint: examples", state=FAILED, where=where)
         else:
             yield Check(name="fingerprint: examples", state=OK)
@@ -127,9 +140,8 @@ class TargetChecks:
         store = self.store
         rows, outputs, flips = Tally("rows"), Tally("outputs"), Tally(EVERYTHING[3])
         bound, outputs_bound = row_bound(store.dtype, store.lowest), computed_bound(store.dtype, store.lowest)
-        exact = _plain(self.problem, store, float64=True)
-        as_built = _plain(self.problem, store, float64=store.dtype == "float64")
-        size = float(np.sqrt(sum(np.square(np.asarray(leaf, np.float64)).sum() for leaf in self.prepared.selected)))
+        exact, as_built = self._plain(float64=True), self._plain(float64=store.dtype == "float64")
+        size = float(np.sqrt(sum(np.square(np.asarray(leaf, np.float64)).sum() for leaf in self.selected)))
         for n, k in chosen:
             example, stored = self._example(n), np.empty((1, store.n_outputs))
             store.read("outputs", n, n + 1, 0, store.n_outputs, stored)
@@ -158,6 +170,9 @@ class TargetChecks:
         yield outputs.done()
         flips.bound = float(len(chosen))
         yield flips.done()
+
+    def _plain(self, float64: bool) -> Plain:
+        return _plain(self.problem, self.store, float64)
 
     def _example(self, n: int) -> Any:
         """One example as the user's data holds it."""
@@ -191,9 +206,6 @@ class _StoredRow:
         leaf = self.store.leaves[int(np.argmax(off))].path
         self.worst = (leaf, total / scale, bound + self.lost / scale)
         return self.worst[1] <= self.worst[2]
-
-
-Plain = Callable[[Any, int], tuple[np.ndarray, list[np.ndarray]]]
 
 
 def _plain(problem: Problem, store: JacobianStore, float64: bool) -> Plain:

@@ -26,20 +26,24 @@ except ModuleNotFoundError as error:
 from jacstore import hierarchy, machine
 from jacstore.attributes import DTYPES
 from jacstore.builder import LAYOUTS
-from jacstore.errors import Interrupted, Mismatch, Refused
+from jacstore.errors import Interrupted, Mismatch, ProbeFailed, Refused
+from jacstore.files import Folder
 from jacstore.inputs import Arrays, Dataset, is_dataset
 from jacstore.machine import format_size
 from jacstore.progress import BatchDone, Listener, Started, silent
 from jacstore.store import JacobianStore
-from jacstore.torch_network import Network, close, host, mapped, requested, settings
+from jacstore.torch_audit import Audit, Differs
+from jacstore.torch_network import Network, close, host, mapped, path_of, requested, settings
 from jacstore.torch_pass import TorchPass
+from jacstore.torch_problem import TorchProblem
+from jacstore.torch_terms import WRONG
 from jacstore.unit import SpareBlocks, Unit, refuse_other_inputs
 from jacstore.writer import StoreWriter
 
 
 def build(
-    module: torch.nn.Module,
-    inputs: Any,
+    module: torch.nn.Module | TorchProblem,
+    inputs: Any = None,
     out: str | Path | None = None,
     *,
     outputs: str | Sequence[int] = "all",
@@ -59,7 +63,8 @@ def build(
     Parameters
     ----------
     module
-        In evaluation mode. Columns are its parameters that require a gradient, in the order of `named_parameters`.
+        In evaluation mode; or a `TorchProblem`, which holds inputs and outputs too. Columns are its parameters that
+        require a gradient, in the order of `named_parameters`.
     inputs
         Tensors or arrays `(N, ...)`, or a map-style dataset; a tuple is passed as arguments, a dict as keywords.
         Floating inputs are given in the type of the module's first parameter.
@@ -83,36 +88,58 @@ def build(
     for name, given, allowed in (("dtype", dtype, DTYPES), ("layout", layout, LAYOUTS)):
         if given not in allowed:
             raise Refused(f"{name}={given}: allowed are {', '.join(allowed)}")
-    source = _source(inputs)
+    if isinstance(module, TorchProblem):
+        if inputs is not None or outputs != "all":
+            raise Refused("module is a TorchProblem, which holds inputs and outputs; leave out inputs= and outputs=")
+        inputs, outputs, network_of = module.inputs, module.outputs, module.module
+    elif inputs is None:
+        raise Refused("inputs is missing; give the examples of the module (inputs=), or a TorchProblem")
+    else:
+        network_of = module
+    source = source_of(inputs)
     if source.n_examples == 0:
         raise Refused("inputs holds 0 examples; at least 1 is needed; change inputs=")
     budget = machine.default_memory(memory)
+    options: dict[str, Any] = {
+        "layout": layout,
+        "budget": budget,
+        "batch_size": hierarchy.parse_count(batch_size, "--batch-size"),
+        "wrong": set() if overwrite else _known_wrong(out, budget),
+    }
+    of_part = hierarchy.parse_part(part)
     with settings():
-        network = Network(module, outputs, dtype == "float64")
-        passes = TorchPass(network, source, layout, budget, hierarchy.parse_count(batch_size, "--batch-size"))
-        writer = StoreWriter(
-            out,
-            passes.cut.leaves,
-            source.n_examples,
-            passes.n_outputs,
-            operands=passes.cut.operands,
-            dtype=dtype,
-            unit_size=unit_size,
-            memory=budget,
-            outputs_dtype="float64" if dtype == "float64" else "float32",
-            requested={**requested(network, source.read(0, 1)), "layout": layout},
-            left_out=network.left_out,
-            part=hierarchy.parse_part(part),
-            allow_nonfinite=allow_nonfinite,
-            overwrite=overwrite,
-            listener=listener,
-            stop=stop,
-        )
-        _refuse_small_memory(writer, passes, budget)
-        with writer:
-            listener(Started(what="units", total=len(writer.units), done=writer.reused))
-            _refuse_other_results(writer, passes, source)
-            times = _run(writer, passes, source, listener, stop)
+        network = Network(network_of, outputs, dtype == "float64")
+        while True:
+            passes = TorchPass(network, source, **options)
+            writer = StoreWriter(
+                out,
+                passes.cut.leaves,
+                source.n_examples,
+                passes.n_outputs,
+                operands=passes.cut.operands,
+                dtype=dtype,
+                unit_size=unit_size,
+                memory=budget,
+                outputs_dtype="float64" if dtype == "float64" else "float32",
+                requested={**requested(network, source.read(0, 1)), "layout": layout},
+                numerics={"lowest": str(network.lowest).removeprefix("torch.")},
+                left_out=network.left_out,
+                part=of_part,
+                allow_nonfinite=allow_nonfinite,
+                overwrite=overwrite,
+                listener=listener,
+                stop=stop,
+            )
+            _refuse_small_memory(writer, passes, budget)
+            try:
+                with writer:
+                    listener(Started(what="units", total=len(writer.units), done=writer.reused))
+                    _refuse_other_results(writer, passes, source)
+                    times = _run(writer, passes, source, listener, stop)
+                break
+            except Differs as found:
+                options |= _otherwise(found, passes, writer, of_part)
+                overwrite = True
     store = writer.store
     store.report = writer.report(started, **times, batch_size=passes.batch_size, vmap=passes.mapped)
     return store
@@ -144,7 +171,8 @@ class _Items:
         return mapped(lambda leaf: host(leaf) if isinstance(leaf, torch.Tensor) else leaf, self.items[index])
 
 
-def _source(inputs: Any) -> Arrays | Dataset:
+def source_of(inputs: Any) -> Arrays | Dataset:
+    """Examples as they are read: NumPy arrays, whatever they are kept in."""
     if is_dataset(inputs):
         return Dataset(_Items(inputs))
     return Arrays(mapped(lambda leaf: _OnHost(leaf) if isinstance(leaf, torch.Tensor) else leaf, inputs))
@@ -153,21 +181,46 @@ def _source(inputs: Any) -> Arrays | Dataset:
 # ------------------------------------------------------------------------------------------------------------- the loop
 
 
+def _known_wrong(out: str | Path | None, budget: int) -> set[str]:
+    """Leaves of a store to continue that are rows because an example showed their terms to be wrong."""
+    files = hierarchy.place(out, budget)
+    if not isinstance(files, Folder) or files.size(hierarchy.ROOT) is None:
+        return set()
+    return {leaf.path for leaf in JacobianStore(files, str(out)).leaves if leaf.why == WRONG}
+
+
+def _otherwise(found: Differs, passes: TorchPass, writer: StoreWriter, part: tuple[int, int]) -> dict[str, Any]:
+    """How to start anew after terms were found wrong, as long as nothing is stored with them."""
+    generic = found.names & set(passes.cut.generic)
+    if generic and not passes.mapped:
+        passes.refuse_generic(generic, found.example)
+    if part != (1, 1) or writer.store.ledger.done("unit"):
+        raise ProbeFailed(
+            f"parameter {min(found.names)!r} is used otherwise by example {found.example} than by those that are "
+            "stored; store its rows, which autograd gives one example at a time: layout='dense' with overwrite=True"
+        )
+    return {
+        "wrong": {path_of(name) for name in (*passes.wrong, *(found.names - generic))},
+        "mapped_over": passes.mapped and not generic,
+    }
+
+
 def _run(
     writer: StoreWriter,
     passes: TorchPass,
     source: Arrays | Dataset,
     listener: Listener,
     stop: Callable[[], bool],
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Compute and write the missing units, one being written while the next is filled."""
-    times = {"seconds_device": 0.0, "seconds_write": 0.0}
+    times: dict[str, Any] = {"seconds_device": 0.0, "seconds_write": 0.0}
     spare = SpareBlocks(writer, min(2, len(writer.missing)))
     writing: Future[float] | None = None
-    stopped = False
+    stopped, audit = False, Audit(passes)
     with ThreadPoolExecutor(1, "jacstore-unit") as pool:
         for start, last in writer.missing:
             unit = Unit(writer, start, last, "float64" if writer.dtype == "float64" else "float32", spare)
+            audit.begin_unit(start, last)
             for a in range(start, last, passes.batch_size):
                 stopped = stop()
                 if stopped:
@@ -179,7 +232,7 @@ def _run(
                     writing = None
                 began = time.perf_counter()
                 examples = source.read(a, b)
-                for rows in passes.run(examples):
+                for rows in audit.compute(a, examples, b - a):
                     unit.fill(a, rows)
                 unit.inputs.update(examples)
                 listener(BatchDone(examples=b - a))
@@ -192,7 +245,7 @@ def _run(
         raise Interrupted(
             f"interrupted; finished work is kept, {len(writer.missing)} of {len(writer.units)} units missing"
         )
-    return times
+    return {**times, "seconds_audit": audit.seconds, "examples_audited": audit.examples}
 
 
 def _refuse_small_memory(writer: StoreWriter, passes: TorchPass, budget: int) -> None:
@@ -216,7 +269,7 @@ def _refuse_other_results(writer: StoreWriter, passes: TorchPass, source: Arrays
     for unit in refuse_other_inputs(writer, source.read):
         start, _ = store.unit_range(unit)
         kept = torch.from_numpy(store.outputs[start])
-        if not close(passes.outputs(source.read(start, start + 1)).to(kept), kept):
+        if not close(passes.outputs(source.read(start, start + 1)).to(kept), kept, passes.network.lowest):
             raise Mismatch(
                 f"{store.path} was built from another request (function: outputs of example {start} changed); give the "
                 "same module, choose another folder (out=), or start anew with overwrite=True"

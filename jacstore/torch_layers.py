@@ -1,229 +1,269 @@
 """In: a network in torch and an example. Out: its layers as they are called, and the operands that they store.
 
-Hooks on Linear, Conv1d to Conv3d and Embedding keep what goes in and add a zero to what comes out: the cotangent of
-that zero is the layer's, whatever is done in place afterwards. A parameter that is used anywhere else than by its
-layers' calls (the edges into it are counted in autograd's graph) has no terms and is stored as rows.
+A mode of torch sees every call that multiplies a parameter, whichever module makes it, keeps what goes in and adds a
+zero to what comes out: the cotangent of that zero is the call's, whatever is done in place afterwards. When layers are
+looked for, such calls get detached parameters: one that autograd's graph still reaches is used in another way too, and
+is stored as rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from jacstore.errors import Refused
+from jacstore.errors import JacstoreError
 from jacstore.terms import Conv, Dot, Factored, Index, Operand
+from jacstore.torch_calls import Form, Seen, see, transposes
 from jacstore.torch_network import Network
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+# Names of weight and bias, if they are selected parameters, and how they are multiplied.
+Key = tuple[str | None, str | None, Form]
+
+
+class Varies(JacstoreError):
+    """A layer is called otherwise for one example than for another."""
+
+    def __init__(self, names: set[str]) -> None:
+        super().__init__(f"{min(names)!r} is used otherwise for one example than for another")
+        self.names, self.example = names, 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Layer:
-    """A layer that is called `len(outputs)` times for each example.
+    """Calls alike, `len(outputs)` of them for each example.
 
     Attributes
     ----------
+    weight, bias
+        Names of the parameters that are multiplied and added, if they are selected.
     outputs
         Zeros shaped as what each call returned, with a batch axis of one.
+    shape, dtype
+        Of the weight.
     inputs, cotangents
         The operands that all its calls together are stored as; layers that see the same tensors share `inputs`.
     """
 
-    name: str
-    module: Any
+    key: Key
     outputs: tuple[torch.Tensor, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
     inputs: Operand
     cotangents: Operand
+
+    @property
+    def form(self) -> Form:
+        """How its calls multiply."""
+        return self.key[2]
+
+    @property
+    def parameters(self) -> list[tuple[str, bool]]:
+        """Names of the parameters it is of, and whether each is a bias."""
+        return [(name, n == 1) for n, name in enumerate(self.key[:2]) if name is not None]
 
     def term(self, bias: bool) -> Factored:
         """Its part of the weight's or the bias's row."""
         common: dict[str, Any] = {"cotangents": self.cotangents.name, "scale": 1.0}
-        width, module = self.cotangents.shape[-1], self.module
+        width, form = self.cotangents.shape[-1], self.form
         if bias:
             return Dot(inputs=None, views=(), **common)
-        if isinstance(module, nn.Linear):
-            channels = self.inputs.shape[-1]
-            views = (("reshape", (channels, width)), ("transpose", (1, 0)))
-            return Dot(inputs=self.inputs.name, views=views, **common)
-        if isinstance(module, nn.Embedding):
-            return Index(ids=self.inputs.name, views=(), size=module.num_embeddings, **common)
-        space = len(module.kernel_size)
+        if form.kind == "linear":
+            turned = (("reshape", (self.inputs.shape[-1], width)), ("transpose", (1, 0)))
+            return Dot(inputs=self.inputs.name, views=() if form.flipped else turned, **common)
+        if form.kind == "embedding":
+            return Index(ids=self.inputs.name, views=(), size=self.shape[0], **common)
+        space, window = form.space, self.shape[2:]
         # From jacstore's `(*window, channels / groups, width)` to torch's `(width, channels / groups, *window)`.
-        shape = (*module.kernel_size, module.in_channels // module.groups, width)
+        shape = (*window, self.shape[1], width)
         return Conv(
             inputs=self.inputs.name,
             views=(("reshape", shape), ("transpose", (space + 1, space, *range(space)))),
-            window=tuple(module.kernel_size),
+            window=tuple(window),
             positions=tuple(self.outputs[0].shape[-space:]),
-            strides=tuple(module.stride),
-            dilation=tuple(module.dilation),
-            padding=_low_padding(module),
+            strides=form.strides,
+            dilation=form.dilation,
+            padding=form.padding,
             spread=(1,) * space,
-            groups=module.groups,
+            groups=form.groups,
             **common,
         )
 
     def as_inputs(self, given: Sequence[torch.Tensor]) -> torch.Tensor:
         """What went into all calls in the operand's form: positions one call after the other."""
-        return _as_inputs(self.module, given)
+        return _as_inputs(self.form, given, self.dtype)
 
     def as_cotangents(self, given: Sequence[torch.Tensor]) -> torch.Tensor:
         """Cotangents of all calls as `(1, T, D)`."""
-        return _as_cotangents(self.module, given)
+        return _as_cotangents(self.form, given, self.dtype)
 
 
-def _as_cotangents(module: Any, given: Sequence[torch.Tensor]) -> torch.Tensor:
-    if isinstance(module, CONVOLUTIONS):
-        given = [d.movedim(-1 - len(module.kernel_size), -1) for d in given]
+def _as_cotangents(form: Form, given: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    if form.kind == "conv":
+        given = [d.movedim(-1 - form.space, -1) for d in given]
     parts = [d.reshape(-1, d.shape[-1]) for d in given]
-    return (torch.cat(parts) if len(parts) > 1 else parts[0])[None]
+    return (torch.cat(parts) if len(parts) > 1 else parts[0])[None].to(dtype)
 
 
-def _as_inputs(module: Any, given: Sequence[torch.Tensor]) -> torch.Tensor:
-    if isinstance(module, nn.Embedding):
+def _as_inputs(form: Form, given: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    if form.kind == "embedding":
         ids = torch.cat([x.reshape(-1) for x in given]).to(torch.int32)
         # Torch gives the padding's row no gradient.
-        return ids if module.padding_idx is None else torch.where(ids == module.padding_idx, -1, ids)
-    if isinstance(module, nn.Linear):
+        return ids if form.padding_idx is None else torch.where(ids == form.padding_idx, -1, ids)
+    if form.kind == "linear":
         parts = [x.reshape(-1, x.shape[-1]) for x in given]
-        return (torch.cat(parts) if len(parts) > 1 else parts[0])[None]
-    space = len(module.kernel_size)
-    images = [(x if x.dim() == space + 2 else x[None]).movedim(1, -1) for x in given]
-    return torch.cat(images) if len(images) > 1 else images[0]
+        return (torch.cat(parts) if len(parts) > 1 else parts[0])[None].to(dtype)
+    images = [(x if x.dim() == form.space + 2 else x[None]).movedim(1, -1) for x in given]
+    return (torch.cat(images) if len(images) > 1 else images[0]).to(dtype)
 
 
-def _low_padding(module: Any) -> tuple[int, ...]:
-    """Zeros before the first pixel of each axis; "same" puts an odd one behind the last."""
-    if module.padding == "valid":
-        return (0,) * len(module.kernel_size)
-    if module.padding == "same":
-        return tuple(d * (k - 1) // 2 for d, k in zip(module.dilation, module.kernel_size, strict=True))
-    return tuple(module.padding)
-
-
-# ---------------------------------------------------------------------------------------------------------------- hooks
+# ----------------------------------------------------------------------------------------------------------------- taps
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
-    """What went into a layer, what it returned, and the node of autograd's graph that made it."""
+    """What went into a call, and the zero that was added to what came out."""
 
     given: torch.Tensor
-    returned: torch.Tensor
-    node: Any
+    zero: torch.Tensor
+    weight: torch.Tensor
 
 
-class Taps:
-    """Hooks on a network's layers, in place during `running`; `calls` holds what they saw."""
+class Taps(TorchFunctionMode):
+    """Sees calls of a network's parameters while it is entered by `running`; `calls` holds what it saw."""
 
-    def __init__(self, network: Network) -> None:
-        self.layers = {name: m for name, m in network.module.named_modules() if _is_known(m)}
-        self.calls: dict[str, list[Call]] = {}
-        self._zeros: Mapping[str, Sequence[torch.Tensor]] | None = None
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[Key, list[Call]] = {}
+        self._named: dict[int, tuple[str, bool]] = {}
+        self._kept: list[Any] = []
+        self._active: Collection[str] = ()
+        self._zeros: Mapping[Key, Sequence[torch.Tensor]] | None = None
 
     @contextmanager
-    def running(self, zeros: Mapping[str, Sequence[torch.Tensor]] | None) -> Iterator[None]:
-        """For one forward pass: add zeros to what each call of these layers returns; None only records all layers."""
-        self.calls, self._zeros = {}, zeros
-        handles = [
-            self.layers[name].register_forward_hook(partial(self._hook, name), with_kwargs=True)
-            for name in (self.layers if zeros is None else zeros)
-        ]
+    def running(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        zeros: Mapping[Key, Sequence[torch.Tensor]] | None,
+        active: Collection[str] = (),
+    ) -> Iterator[None]:
+        """For one forward pass: add zeros to what calls of the `active` of these parameters return.
+
+        Without zeros all calls are recorded only.
+        """
+        self._active = active
+        self.calls, self._zeros, self._kept = {}, zeros, list(parameters.values())
+        self._named = {id(value): (name, False) for name, value in parameters.items()}
         try:
-            yield
+            with self:
+                yield
         finally:
-            for handle in handles:
-                handle.remove()
-        for name, given in (zeros or {}).items():
-            if len(self.calls.get(name, ())) != len(given):
-                raise _varies(name)
+            # Nothing that belongs to one pass may be taken for a tensor of another.
+            self._named, self._kept = {}, []
+        for key, given in (zeros or {}).items():
+            if len(self.calls.get(key, ())) != len(given):
+                raise _varies(key)
 
-    def _hook(self, name: str, _: Any, arguments: Any, keywords: Any, output: torch.Tensor) -> torch.Tensor | None:
-        made = self.calls.setdefault(name, [])
-        given = arguments[0] if arguments else keywords["input"]
-        # The node is taken now: an operation in place would put another one there.
-        made.append(Call(given=given, returned=output, node=output.grad_fn))
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        seen = see(function, args, kwargs)
+        weight, bias = self._name(seen.weight) if seen else None, self._name(seen.bias) if seen else None
+        if seen and (weight or (bias and not bias[1])):
+            return self._product(seen, weight, bias, lambda: function(*args, **kwargs))
+        found = function(*args, **kwargs)
+        of = self._name(args[0]) if args else None
+        if of and transposes(function, args, kwargs) and args[0].dim() == 2:
+            self._named[id(found)] = of[0], not of[1]
+            self._kept.append(found)
+        return found
+
+    def _name(self, tensor: Any) -> tuple[str, bool] | None:
+        """The parameter that a tensor is, and whether it is its transpose."""
+        return self._named.get(id(tensor))
+
+    def _product(self, seen: Seen, weight: Any, bias: Any, call: Callable[[], torch.Tensor]) -> torch.Tensor:
+        form = seen.form
+        if weight and weight[1]:
+            if form.kind != "linear":
+                return call()
+            form = Form(kind="linear", flipped=not form.flipped)
+        key = (weight[0] if weight else None, bias[0] if bias else None, form)
+        if self._zeros is not None and key not in self._zeros and not set(key[:2]) & set(self._active):
+            return call()
+        made = self.calls.setdefault(key, [])
         if self._zeros is None:
-            return None
-        zeros = self._zeros[name]
-        if len(made) > len(zeros) or output.shape != zeros[len(made) - 1].shape:
-            raise _varies(name)
-        return output + zeros[len(made) - 1]
+            output = seen.again(
+                seen.weight.detach() if weight else seen.weight,
+                seen.bias.detach() if bias and seen.bias is not None else seen.bias,
+            )
+            zero = torch.zeros_like(output).requires_grad_()
+        else:
+            zeros = self._zeros.get(key, ())
+            output = call()
+            if len(made) >= len(zeros) or output.shape != zeros[len(made)].shape:
+                raise _varies(key)
+            zero = zeros[len(made)]
+        # Under autocast what is multiplied is rounded first.
+        given = seen.given if form.kind == "embedding" else seen.given.to(output.dtype)
+        made.append(Call(given=given, zero=zero, weight=seen.weight))
+        return output + zero
 
 
-def _varies(name: str) -> Refused:
-    return Refused(
-        f"layer {name!r} is called otherwise for one example than for another; layers and shapes may not depend on the "
-        "example: pad the inputs, or store its parameters another way; change module="
-    )
+def _varies(key: Key) -> Varies:
+    return Varies({name for name in key[:2] if name is not None})
 
 
-def _is_known(module: nn.Module) -> bool:
-    if isinstance(module, nn.Embedding):
-        return module.max_norm is None and not module.scale_grad_by_freq
-    # Lazy layers are of their final class once they have been called.
-    return isinstance(module, (nn.Linear, *CONVOLUTIONS)) and getattr(module, "padding_mode", "zeros") == "zeros"
+def find_layers(network: Network, taps: Taps, example: Any) -> tuple[tuple[Layer, ...], set[str]]:
+    """Layers that are called for one example, and the parameters that are used outside of such calls too.
 
-
-def find_layers(network: Network, taps: Taps, example: Any) -> tuple[tuple[Layer, ...], dict[str, int]]:
-    """Layers that are called for one example, and how often each parameter is used outside of them.
-
-    Uses are edges in the graph that autograd builds over `network.selected`, whose tensors have to require a gradient.
+    The tensors of `network.selected` have to require a gradient.
     """
-    with taps.running(None):
+    with taps.running(network.selected, None):
         outputs = network({}, example)
-    edges, reached = _edges(outputs)
+    reached = _reached(outputs)
     names: dict[Any, Operand] = {}
     layers: list[Layer] = []
-    outside = {name: edges.get(id(value), 0) for name, value in network.selected.items()}
-    for name, calls in taps.calls.items():
-        module, inputs = taps.layers[name], [call.given for call in calls]
-        if isinstance(module, CONVOLUTIONS) and len({x.shape[-len(module.kernel_size) :] for x in inputs}) > 1:
+    for key, calls in taps.calls.items():
+        form, inputs = key[2], [call.given for call in calls]
+        if form.kind == "conv" and len({x.shape[-form.space :] for x in inputs}) > 1:
             continue  # images of different sizes are no one operand
-        formed = _as_inputs(module, inputs)
-        role = "ids" if isinstance(module, nn.Embedding) else "inputs"
+        value = network.selected[next(name for name in key[:2] if name is not None)]
+        formed = _as_inputs(form, inputs, value.dtype)
+        role = "ids" if form.kind == "embedding" else "inputs"
         # Calls hold their inputs, so that these are identities of living tensors.
-        key = (tuple(id(x) for x in inputs), tuple(formed.shape), getattr(module, "padding_idx", None))
-        zeros = tuple(torch.zeros_like(call.returned).detach() for call in calls)
-        cotangents = _as_cotangents(module, zeros)
-        layer = Layer(
-            name=name,
-            module=module,
-            outputs=zeros,
-            inputs=names.setdefault(key, Operand(name=f"{role}{len(names)}", role=role, shape=tuple(formed.shape))),
-            cotangents=Operand(name=f"cotangents{len(layers)}", role="cotangents", shape=tuple(cotangents.shape)),
+        same = (tuple(id(x) for x in inputs), tuple(formed.shape), form.padding_idx, value.dtype)
+        zeros = tuple(call.zero.detach() for call in calls)
+        cotangents = _as_cotangents(form, zeros, value.dtype)
+        layers.append(
+            Layer(
+                key=key,
+                outputs=zeros,
+                shape=tuple(calls[0].weight.shape if key[0] is None else network.selected[key[0]].shape),
+                dtype=value.dtype,
+                inputs=names.setdefault(
+                    same, Operand(name=f"{role}{len(names)}", role=role, shape=tuple(formed.shape))
+                ),
+                cotangents=Operand(name=f"cotangents{len(layers)}", role="cotangents", shape=tuple(cotangents.shape)),
+            )
         )
-        layers.append(layer)
-        for parameter, _ in parameters_of(network, layer):
-            outside[parameter] -= sum(call.node in reached for call in calls)
-    return tuple(layers), outside
+    return tuple(layers), {name for name, value in network.selected.items() if id(value) in reached}
 
 
-def _edges(outputs: torch.Tensor) -> tuple[dict[int, int], set[Any]]:
-    """Edges into each leaf tensor of autograd's graph, by the tensor's identity, and all inner nodes of the graph."""
-    edges: dict[int, int] = {}
-    reached, todo = {outputs.grad_fn}, [outputs.grad_fn]
+def _reached(outputs: torch.Tensor) -> set[int]:
+    """Identities of the leaf tensors that autograd's graph reaches."""
+    leaves: set[int] = set()
+    nodes: set[Any] = {outputs.grad_fn}
+    todo = [outputs.grad_fn]
     while todo:
         for node, _ in getattr(todo.pop(), "next_functions", ()):
             variable = getattr(node, "variable", None)
             if variable is not None:
-                edges[id(variable)] = edges.get(id(variable), 0) + 1
-            elif node is not None and node not in reached:
-                reached.add(node)
+                leaves.add(id(variable))
+            elif node is not None and node not in nodes:
+                nodes.add(node)
                 todo.append(node)
-    return edges, reached
-
-
-def parameters_of(network: Network, layer: Layer) -> Iterator[tuple[str, bool]]:
-    """Names of the selected parameters that are a layer's weight and bias."""
-    names = {id(parameter): name for name, parameter in network.module.named_parameters()}
-    for kind in ("weight", "bias"):
-        name = names.get(id(getattr(layer.module, kind, None)))
-        if name in network.selected:
-            yield name, kind == "bias"
+    return leaves

@@ -7,6 +7,7 @@ views, so that gradients, modes and types of the user's own stay as they are.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import hashlib
 import inspect
 import textwrap
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from jacstore.blame import kind_of, naming
 from jacstore.errors import ProbeFailed, Refused
@@ -39,6 +41,8 @@ class Network:
         (path, reason) of every other parameter.
     dtype, device
         Of the first parameter that is selected: what floating inputs are given in, and where.
+    lowest
+        The lowest precision of anything in it, as far as `probe` saw.
     """
 
     def __init__(self, module: nn.Module, outputs: str | Sequence[int], float64: bool) -> None:
@@ -61,6 +65,7 @@ class Network:
         self.rest |= {name: _plain(buffer, float64) for name, buffer in module.named_buffers()}
         first = next(iter(self.selected.values()))
         self.dtype, self.device = first.dtype, first.device
+        self.lowest = max((value.dtype for value in self.selected.values()), key=lambda dtype: torch.finfo(dtype).eps)
 
     def __call__(self, selected: Mapping[str, torch.Tensor], example: Any) -> torch.Tensor:
         """The chosen outputs `(K,)` of one example without a batch axis; `selected` may hold some parameters only."""
@@ -123,7 +128,7 @@ def mapped(function: Any, tree: Any) -> Any:
 
 def _flattened(output: Any, count: int) -> torch.Tensor:
     parts = []
-    for path, leaf in paths_and_leaves(output):
+    for path, leaf in paths_and_leaves(_as_tree(output)):
         if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
             kind = leaf.dtype if isinstance(leaf, torch.Tensor) else kind_of(leaf)
             raise Refused(
@@ -139,6 +144,17 @@ def _flattened(output: Any, count: int) -> torch.Tensor:
     if not sum(part.shape[1] for part in parts):
         raise Refused("module returned no outputs (K = 0); at least one is needed; change module=")
     return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+
+
+def _as_tree(output: Any) -> Any:
+    """Mappings and dataclasses of outputs, such as those of Hugging Face, as dicts without what is None."""
+    if dataclasses.is_dataclass(output) and not isinstance(output, (type, Mapping)):
+        output = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
+    if isinstance(output, Mapping):
+        return {key: _as_tree(value) for key, value in output.items() if value is not None}
+    if isinstance(output, (tuple, list)):
+        return tuple(_as_tree(value) for value in output)
+    return output
 
 
 # --------------------------------------------------------------------------------------------------------------- probes
@@ -189,19 +205,21 @@ def probe(network: Network, example: Any) -> int:
     refuse_training(network.module)
     alone = mapped(lambda leaf: leaf[None], example)
     with torch.no_grad(), calling(example):
-        once, again = (network.batch(network.tensors(alone))[0] for _ in range(2))
+        with _Lowest(network):
+            once = network.batch(network.tensors(alone))[0]
+        again = network.batch(network.tensors(alone))[0]
         finite = all(np.isfinite(leaf).all() for leaf in leaves_of(example) if leaf.dtype.kind == "f")
         if finite and not torch.isfinite(once).all():
             k = int(torch.isfinite(once).int().argmin())
             raise ProbeFailed(f"output {k} of example 0 is {once[k]}, its input is finite; change module=")
-        if not close(once, again):
+        if not close(once, again, network.lowest):
             raise ProbeFailed(
                 "outputs change from call to call (dropout? noise?); they have to depend on parameters and example "
                 "alone; call module.eval()"
             )
         pair = mapped(lambda leaf: np.stack([leaf, perturbed(leaf)]), example)
         beside = network.batch(network.tensors(pair))[0]
-    if not (once.shape == beside.shape and close(once, beside)):
+    if not (once.shape == beside.shape and close(once, beside, network.lowest)):
         raise ProbeFailed(
             "outputs depend on the other examples of the batch (BatchNorm without running statistics?); they have to "
             "depend on one example; call module.eval() or change module="
@@ -218,9 +236,27 @@ def calling(example: Any) -> Any:
     )
 
 
-def close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether `‖a - b‖ <= sqrt(eps) ‖a‖`: a batch of two may add in another order than one, an error of some eps."""
-    tolerance = torch.finfo(a.dtype).eps ** 0.5
+class _Lowest(TorchFunctionMode):
+    """Notes the lowest precision of what any call returns."""
+
+    def __init__(self, network: Network) -> None:
+        super().__init__()
+        self.network = network
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        for one in found if isinstance(found, (tuple, list)) else (found,):
+            if isinstance(one, torch.Tensor) and one.is_floating_point():
+                self.network.lowest = max(one.dtype, self.network.lowest, key=lambda dtype: torch.finfo(dtype).eps)
+        return found
+
+
+def close(a: torch.Tensor, b: torch.Tensor, lowest: torch.dtype) -> bool:
+    """Whether `‖a - b‖ <= sqrt(eps) ‖a‖`, eps that of the lowest precision in the network.
+
+    A batch of two may add in another order than one, an error of some eps.
+    """
+    tolerance = float(torch.finfo(lowest).eps) ** 0.5
     a, b = a.double(), b.double()
     if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
         return bool(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))

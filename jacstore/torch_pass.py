@@ -7,7 +7,7 @@ gradients of the first examples have to be.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,14 +18,16 @@ from jacstore.errors import ProbeFailed, Refused
 from jacstore.inputs import Arrays, Dataset
 from jacstore.jacobian import LARGEST_BATCH, BatchRows
 from jacstore.terms import expand
-from jacstore.torch_layers import Taps, find_layers
-from jacstore.torch_network import Network, calling, host, leaves_of, mapped, probe
+from jacstore.torch_layers import Key, Taps, Varies, find_layers
+from jacstore.torch_network import Network, calling, host, leaves_of, mapped, path_of, probe
 from jacstore.torch_terms import choose_terms, form_rows
 
 # Rows, factors and activations of a batch, whatever the memory: a resumed build then cuts units into the same batches.
 BATCH_BYTES = {"cpu": 64_000_000}
 BATCH_BYTES_ELSEWHERE = 1_000_000_000
 EXAMPLES_COMPARED = 2
+# Further ones where the module may branch on values.
+ELSEWHERE = 8
 
 Tensors = dict[str, torch.Tensor]
 
@@ -46,58 +48,146 @@ class TorchPass:
     """
 
     def __init__(
-        self, network: Network, source: Arrays | Dataset, layout: str, budget: int, batch_size: int | None
+        self,
+        network: Network,
+        source: Arrays | Dataset,
+        layout: str,
+        budget: int,
+        batch_size: int | None,
+        wrong: Collection[str] = (),
+        mapped_over: bool = True,
     ) -> None:
-        self.network, self._taps, self.mapped = network, Taps(network), True
+        self.network, self._taps, self.mapped = network, Taps(), mapped_over
         first = source.read(0, min(EXAMPLES_COMPARED, source.n_examples))
         example = mapped(lambda leaf: leaf[0], first)
         self.n_outputs = probe(network, example)
         with calling(example):
             truth = _Plain(network, self._taps, network.tensors(first), self.n_outputs)
-        wrong: set[str] = set()
+        self.wrong = {name for name in network.selected if path_of(name) in wrong}
         while True:
-            self.cut = choose_terms(network, truth.layers, truth.outside, self.n_outputs, layout, wrong)
-            with calling(example):
-                _, held, generic = self._first_values(network.tensors(first), truth.cotangent[None])
-            differing = self._differing(held, generic, truth)
+            self.cut = choose_terms(network, truth.layers, truth.outside, self.n_outputs, layout, self.wrong)
+            differing = self._tried(network.tensors(first), example, truth)
+            if not (differing or self.mapped):
+                differing = self._tried_elsewhere(source)
             if not differing:
                 break
-            if differing & set(self.cut.generic):
-                raise ProbeFailed(
-                    f"parameter {min(differing)!r} has other gradients by torch.func than by autograd; do not detach "
-                    "it or change it in place in module="
-                )
-            wrong |= differing
+            self.refuse_generic(differing, 0)
+            self.wrong |= differing
         self._size(truth, budget, batch_size, source.n_examples)
+
+    def _tried(self, examples: Any, example: Any, truth: _Plain) -> set[str]:
+        """Parameters that the terms chosen now are wrong for at the first examples."""
+        try:
+            with calling(example):
+                _, held, generic = self._first_values(examples, truth.cotangent[None])
+        except Varies as error:
+            return error.names
+        except Refused:
+            # What cannot be followed, such as a pass that is computed again for its gradient, is left to autograd.
+            if not self.cut.layers:
+                raise
+            return {name for layer in self.cut.layers for name, _ in layer.parameters} - set(self.cut.generic)
+        if not np.isfinite(truth.norm):
+            return set()  # the build reports such examples
+        return self._differing(self._formed(held, generic), truth.gradients)
+
+    def _tried_elsewhere(self, source: Arrays | Dataset) -> set[str]:
+        """The same at a few other examples: a module that cannot be mapped may look at values and branch."""
+        draw = np.random.default_rng(0)
+        for n in draw.permutation(source.n_examples)[:ELSEWHERE]:
+            read = source.read(int(n), int(n) + 1)
+            example = mapped(lambda leaf: leaf[0], self.network.tensors(read))
+            cotangent = draw.standard_normal(self.n_outputs).astype(np.float32)
+            with calling(mapped(lambda leaf: leaf[0], read)):
+                try:
+                    found = self._formed(*self._alone(example, cotangent))
+                except Varies as error:
+                    return error.names
+                differing = self.wrong_at(example, cotangent, found)
+            if differing:
+                self.refuse_generic(differing, int(n))
+                return differing
+        return set()
+
+    def refuse_generic(self, names: set[str], example: int) -> None:
+        """Raise where even rows of `torch.func` or autograd are not the gradient."""
+        wrong = names & set(self.cut.generic)
+        if wrong:
+            raise ProbeFailed(
+                f"parameter {min(wrong)!r} has other gradients by torch.func than by autograd at example {example}; do "
+                "not detach it or change it in place in module="
+            )
 
     def _first_values(self, examples: Any, cotangents: torch.Tensor) -> Any:
         """Values of the first examples, mapped over them if that can be."""
         try:
             return self._values(examples, cotangents)
-        except Refused:
+        except (Refused, Varies):
             raise
         except Exception:
+            if not self.mapped:
+                raise
             # Some layers have no rule for vmap, or look at values: then examples are taken one at a time.
             self.mapped = False
             return self._values(examples, cotangents)
 
-    def _differing(self, held: Tensors, generic: Tensors, truth: _Plain) -> set[str]:
-        """Parameters whose rows, weighted by a random cotangent, are not what plain autograd gives."""
-        found: set[str] = set()
-        if not np.isfinite(truth.norm):
-            return found  # the build reports such examples
-        tolerance = torch.finfo(self.network.dtype).eps ** 0.5
-        for (name, wanted), leaf in zip(truth.gradients.items(), self.cut.leaves, strict=True):
+    def _formed(self, held: Tensors, generic: Tensors) -> dict[str, np.ndarray]:
+        """Rows `(n, size)` of every parameter from values for one cotangent."""
+        found = {}
+        for name, leaf in zip(self.network.selected, self.cut.leaves, strict=True):
             if leaf.dense:
                 rows = self._rows(name, held, generic)
             else:
                 # As a reader of the store will form them.
                 rows = expand(leaf.terms, {name: host(held[name]) for name in leaf.operands}, leaf.size)
-            difference = np.linalg.norm(rows[:, 0].astype(np.float64) - wanted)
-            # A gradient that is nothing but rounding is no smaller than a share of the whole.
-            if not difference <= tolerance * (np.linalg.norm(wanted) + tolerance * truth.norm):
-                found.add(name)
+            found[name] = rows[:, 0].astype(np.float64)
         return found
+
+    def _differing(self, found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], power: float = 0.5) -> set[str]:
+        """Parameters whose rows, weighted by a random cotangent, are not what plain autograd gives."""
+        tolerance = float(torch.finfo(self.network.lowest).eps) ** power
+        norm = float(np.sqrt(sum(np.vdot(g, g) for g in wanted.values())))
+        # A gradient that is nothing but rounding is no smaller than a share of the whole.
+        return {
+            name
+            for name, g in wanted.items()
+            if not np.linalg.norm(found[name] - g) <= tolerance * (np.linalg.norm(g) + tolerance * norm)
+        }
+
+    def plain(self, example: Any, cotangent: np.ndarray) -> dict[str, np.ndarray]:
+        """Gradients `(1, size)` of one example, weighted by a cotangent `(K,)`: one plain backward pass, no taps."""
+        values = {name: value.detach().requires_grad_() for name, value in self.network.selected.items()}
+        outputs = self.network(values, example)
+        weights = torch.from_numpy(cotangent).to(outputs.device, outputs.dtype)
+        found = _gradients(outputs, list(values.values()), weights)
+        return {
+            name: host(g).reshape(1, -1).astype(np.float64)
+            for name, g in zip(self.network.selected, found, strict=True)
+        }
+
+    def wrong_at(self, example: Any, cotangent: np.ndarray, found: dict[str, np.ndarray]) -> set[str]:
+        """Parameters whose rows of one example, weighted by a cotangent, are not what plain autograd gives.
+
+        A ReLU may fall to the other side of zero when examples are computed together. So what differs counts only if
+        it does so too when the example is computed by itself, in the same steps as autograd, or differs by far.
+        """
+        wanted = self.plain(example, cotangent)
+        if not all(np.isfinite(g).all() for g in wanted.values()):
+            return set()  # the build reports such examples
+        differing = self._differing(found, wanted)
+        if differing:
+            try:
+                again = self._differing(self._formed(*self._alone(example, cotangent)), wanted)
+            except Varies as error:
+                return error.names
+            differing &= again | self._differing(found, wanted, 0.25)
+        return differing
+
+    def _alone(self, example: Any, cotangent: np.ndarray) -> tuple[Tensors, Tensors]:
+        """Operands and generic rows of one example and one cotangent, by plain autograd."""
+        weights = torch.from_numpy(cotangent).to(self.network.device, self.network.dtype)
+        _, inputs, back, rows = self._values_in_turn(mapped(lambda leaf: leaf[None], example), weights[None])
+        return {**inputs, **back}, rows
 
     def _size(self, truth: _Plain, budget: int, batch_size: int | None, n_examples: int) -> None:
         cut, itemsize = self.cut, self.network.dtype.itemsize
@@ -175,7 +265,11 @@ class TorchPass:
             example = mapped(lambda leaf, n=n: leaf[n], examples)
             zeros = {name: [z.requires_grad_() for z in given] for name, given in self._zeros().items()}
             generic = {name: self.network.selected[name].detach().requires_grad_() for name in self.cut.generic}
-            outputs, inputs = self._forward(zeros, generic, example)
+            try:
+                outputs, inputs = self._forward(zeros, generic, example)
+            except Varies as error:
+                error.example = n
+                raise
             moving = [*(z for given in zeros.values() for z in given), *generic.values()]
             back = []
             for cotangent in cotangents:
@@ -189,21 +283,25 @@ class TorchPass:
             found.append((outputs, inputs, *_stacked(back)))
         return _stacked(found)
 
-    def _zeros(self) -> dict[str, list[torch.Tensor]]:
-        return {layer.name: [z.detach() for z in layer.outputs] for layer in self.cut.layers}
+    def _zeros(self) -> dict[Key, list[torch.Tensor]]:
+        return {layer.key: [z.detach() for z in layer.outputs] for layer in self.cut.layers}
 
     def _forward(self, zeros: Any, generic: Any, example: Any) -> tuple[torch.Tensor, Tensors]:
         """Outputs `(K,)` of one example, and what went into its layers."""
-        with self._taps.running(zeros):
+        if not self.cut.layers:
+            return self.network(generic, example), {}
+        names = {name for layer in self.cut.layers for name, _ in layer.parameters}
+        followed = {name: generic.get(name, self.network.selected[name]) for name in names}
+        with self._taps.running(followed, zeros, names - set(generic)):
             outputs = self.network(generic, example)
-        given = {layer.name: [call.given for call in self._taps.calls[layer.name]] for layer in self.cut.layers}
+        given = {layer.key: [call.given for call in self._taps.calls[layer.key]] for layer in self.cut.layers}
         # Several layers may share what went in: it is formed once.
         by_operand = {layer.inputs.name: layer for layer in self.cut.layers}
-        return outputs, {name: layer.as_inputs(given[layer.name]) for name, layer in by_operand.items()}
+        return outputs, {name: layer.as_inputs(given[layer.key]) for name, layer in by_operand.items()}
 
     def _operands(self, zeros: Any, generic: Any) -> tuple[Tensors, Tensors]:
         """Cotangents of one output in the form of operands, and flat rows."""
-        back = {layer.cotangents.name: layer.as_cotangents(zeros[layer.name]) for layer in self.cut.layers}
+        back = {layer.cotangents.name: layer.as_cotangents(zeros[layer.key]) for layer in self.cut.layers}
         return back, {name: row.reshape(-1) for name, row in generic.items()}
 
 

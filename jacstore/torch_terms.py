@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from jacstore.terms import Conv, Dense, Dot, Factored, Index, Leaf, Operand, Term
-from jacstore.torch_layers import CONVOLUTIONS, Layer, parameters_of
+from jacstore.torch_layers import Key, Layer
 from jacstore.torch_network import Network, path_of
 from jacstore.trace import CONV_GAIN, SMALLEST
+
+# Why a leaf has no terms that had some until an example showed that they are not its gradient.
+WRONG = "its layer's products are not its gradient"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,22 +43,27 @@ class Cut:
 
 
 def choose_terms(
-    network: Network, layers: Sequence[Layer], outside: Mapping[str, int], n_outputs: int, layout: str, wrong: set[str]
+    network: Network,
+    layers: Sequence[Layer],
+    outside: Collection[str],
+    n_outputs: int,
+    layout: str,
+    wrong: Collection[str],
 ) -> Cut:
     """Terms of every leaf by the rules of `layout`; parameters in `wrong` are left to `torch.func`."""
     uses: dict[str, list[tuple[Layer, bool]]] = {name: [] for name in network.selected}
     for layer in layers:
-        for name, bias in parameters_of(network, layer):
+        for name, bias in layer.parameters:
             uses[name].append((layer, bias))
-    reasons = {name: _reason(uses[name], outside[name], name in wrong) for name in uses}
+    reasons = {name: _reason(uses[name], name in outside, name in wrong) for name in uses}
     known = {name: [] if reasons[name] else made for name, made in uses.items()}
     chosen: dict[str, bool] = {}
-    stored: set[str] = set()
+    stored: set[Key] = set()
     for biases in (False, True):
         for name, made in known.items():
             if made and made[0][1] == biases:
                 chosen[name], reasons[name] = _pays(network.selected[name], made, n_outputs, layout, stored)
-                stored |= {layer.name for layer, _ in made if chosen[name] and not biases}
+                stored |= {layer.key for layer, _ in made if chosen[name] and not biases}
     leaves: list[Leaf] = []
     rows: dict[str, tuple[Factored, ...]] = {}
     start = offset = 0
@@ -79,25 +87,25 @@ def choose_terms(
         offset += value.numel()
     named = {operand.name: operand for layer in layers for operand in (layer.inputs, layer.cotangents)}
     kept = dict.fromkeys(name for leaf in leaves for name in leaf.operands)
-    needed = {layer.name for made in known.values() for layer, _ in made}
+    needed = {layer.key for made in known.values() for layer, _ in made}
     return Cut(
         leaves=tuple(leaves),
         operands=tuple(named[name] for name in kept),
         rows=rows,
-        layers=tuple(layer for layer in layers if layer.name in needed),
+        layers=tuple(layer for layer in layers if layer.key in needed),
     )
 
 
-def _reason(uses: Sequence[tuple[Layer, bool]], outside: int, wrong: bool) -> str:
+def _reason(uses: Sequence[tuple[Layer, bool]], outside: bool, wrong: bool) -> str:
     """Why a parameter has no terms, or nothing."""
     if not uses:
         return "not of a layer with factors"
     if outside:
         return "used outside its layer"
     if wrong:
-        return "its layer's products are not its gradient"
+        return WRONG
     terms = [layer.term(bias) for layer, bias in uses]
-    images = {layer.inputs.shape[1:] for layer, _ in uses if isinstance(layer.module, CONVOLUTIONS)}
+    images = {layer.inputs.shape[1:] for layer, _ in uses if layer.form.kind == "conv"}
     shapes = {tuple({**vars(t), "inputs": None, "cotangents": None}.items()) for t in terms if isinstance(t, Conv)}
     if len({bias for _, bias in uses}) > 1 or len(images) > 1 or len(shapes) > 1:
         return "terms of unlike kinds"
@@ -105,17 +113,17 @@ def _reason(uses: Sequence[tuple[Layer, bool]], outside: int, wrong: bool) -> st
 
 
 def _pays(
-    value: torch.Tensor, uses: Sequence[tuple[Layer, bool]], n_outputs: int, layout: str, stored: set[str]
+    value: torch.Tensor, uses: Sequence[tuple[Layer, bool]], n_outputs: int, layout: str, stored: set[Key]
 ) -> tuple[bool, str]:
     """Whether a leaf is stored by its factors, and why."""
     if layout == "dense":
         return False, "layout dense"
     if uses[0][1]:
-        kept = all(layer.name in stored for layer, _ in uses)
+        kept = all(layer.key in stored for layer, _ in uses)
         return kept, "its layer's cotangents" if kept else "its layer is stored as rows"
     numbers = sum(o.numbers(n_outputs) for layer, _ in uses for o in (layer.inputs, layer.cotangents))
     size = n_outputs * value.numel()
-    gain = CONV_GAIN if isinstance(uses[0][0].module, CONVOLUTIONS) else 1
+    gain = CONV_GAIN if uses[0][0].form.kind == "conv" else 1
     take = layout == "factored" or SMALLEST <= size > gain * numbers
     return take, f"{numbers:,} numbers against {size:,}"
 
@@ -149,7 +157,8 @@ def _part(term: Factored, operands: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return rows.unflatten(2, (k, width)).transpose(1, 2).reshape(n, k, -1)
     assert term.inputs is not None
     block = operands[term.inputs][:, 0].transpose(1, 2) @ columns
-    return block.unflatten(2, (k, width)).permute(0, 2, 3, 1).reshape(n, k, -1)
+    order = (0, 2, 3, 1) if term.views else (0, 2, 1, 3)
+    return block.unflatten(2, (k, width)).permute(*order).reshape(n, k, -1)
 
 
 def _convolved(term: Conv, images: torch.Tensor, d: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ from jacstore.store import JacobianStore, open_store
 from jacstore.store_checks import StoreChecks
 from jacstore.target import load_target
 from jacstore.target_checks import TargetChecks
+from jacstore.torch_problem import TorchProblem
 
 SAMPLES = 32
 EVERY_ENTRY = "every entry in float64"
@@ -34,7 +35,7 @@ Stores = JacobianStore | str | Path | Sequence[JacobianStore | str | Path]
 
 def verify(
     path: JacobianStore | Kernel | str | Path,
-    problem: Problem | str | None = None,
+    problem: Problem | TorchProblem | str | None = None,
     store: Stores | None = None,
     *,
     samples: int = SAMPLES,
@@ -48,8 +49,8 @@ def verify(
     path
         A store or kernel, or its path.
     problem
-        For a store: the problem, or a target that names it. Then fingerprint and all inputs are compared and rows are
-        recomputed.
+        For a store: the problem (of PyTorch a `TorchProblem`), or a target that names it. Then fingerprint and all
+        inputs are compared and rows are recomputed.
     store
         For a kernel: its store, or both of a rectangular one, if they are not where it was assembled from.
     samples
@@ -100,7 +101,7 @@ def _afresh(given: JacobianStore | Kernel | str | Path) -> JacobianStore | Kerne
 
 def _verify_store(
     store: JacobianStore,
-    problem: Problem | str | None,
+    problem: Problem | TorchProblem | str | None,
     samples: int,
     full: bool,
     memory: int,
@@ -112,7 +113,7 @@ def _verify_store(
     if target is None:
         found.append(skipped("rows", "no target was given (--target, problem=)"))
     else:
-        found += TargetChecks(store, target, checks).run(samples, full, draw)
+        found += _checks_of(store, target, checks).run(samples, full, draw)
     for unit, as_recorded in checks.bad.items():
         store.mark(unit, wrong=as_recorded)
     for unit in set(store.ledger.done("suspect")) & set(checks.units):
@@ -120,6 +121,14 @@ def _verify_store(
             with contextlib.suppress(OSError, JacstoreError):
                 store.ledger.forget("suspect", unit)
     return found, [f"unit {unit}" for unit in sorted(checks.bad)]
+
+
+def _checks_of(store: JacobianStore, target: Problem | TorchProblem, checks: StoreChecks) -> TargetChecks:
+    if isinstance(target, Problem):
+        return TargetChecks(store, target, checks)
+    from jacstore.torch_checks import TorchChecks
+
+    return TorchChecks(store, target, checks)
 
 
 def _verify_kernel(

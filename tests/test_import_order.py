@@ -37,6 +37,7 @@ FLOORS = {
         "identity",
         "probes",
         "problem",
+        "torch_problem",
         "target",
         "terms",
         "contraction",
@@ -78,6 +79,7 @@ FLOORS = {
         "kernel",
         "checkpoints",
         "torch_network",
+        "torch_calls",
         "torch_layers",
         "panels",
         "streams",
@@ -113,6 +115,7 @@ FLOORS = {
         "norms",
         "products",
         "torch_pass",
+        "torch_audit",
         "prediction",
         "inverse_roots",
         "curvature",
@@ -124,6 +127,7 @@ FLOORS = {
         "torch",
         "store_checks",
         "target_checks",
+        "torch_checks",
         "kernel_checks",
         "tile_checks",
         "eigenvalue_checks",
@@ -147,7 +151,7 @@ NEIGHBOURS = {
     "identity": {"blame", "bounds", "outputs", "parameters", "program", "pytrees"},
     "probes": {"identity", "outputs", "parameters", "program"},
     "problem": {"blame", "identity", "inputs", "outputs", "parameters", "probes", "program", "pytrees"},
-    "target": {"blame", "problem"},
+    "target": {"blame", "problem", "torch_problem"},
     "contraction": {"terms"},
     "factors": {"contraction", "terms"},
     "term_products": {"terms"},
@@ -163,7 +167,7 @@ NEIGHBOURS = {
     "store": {"attributes", "blocks", "hierarchy"},
     "writer": {"attributes", "blocks", "hierarchy", "store"},
     "kernel": {"attributes", "hierarchy"},
-    "torch_layers": {"torch_network"},
+    "torch_layers": {"torch_calls", "torch_network"},
     "unit": {"jacobian", "row_check"},
     "finish": {"norms", "work"},
     "repair": {"finish", "item", "work"},
@@ -188,11 +192,13 @@ NEIGHBOURS = {
     "work": {"norms"},
     "item": {"finish", "slabs", "work"},
     "target_checks": {"store_checks"},
+    "torch_checks": {"store_checks", "target_checks", "torch"},
     "eigenvalue_checks": {"tile_checks"},
     "kernel_checks": {"eigenvalue_checks", "tile_checks"},
-    "verification": {"kernel_checks", "store_checks", "target_checks"},
+    "verification": {"kernel_checks", "store_checks", "target_checks", "torch_checks"},
     "torch_terms": {"torch_layers", "torch_network", "trace"},
     "torch_pass": {"jacobian"},
+    "torch_audit": {"jacobian", "torch_pass"},
     "prediction": {"regression"},
     "inverse_roots": {"dense", "factorization", "krylov", "solve", "weighting"},
     "goodness": {"posterior"},
@@ -216,6 +222,10 @@ CHOICES = {
     (
         "operators",
         "jacstore.pytrees",
+    ),
+    (
+        "verification",
+        "jacstore.torch_checks",
     ),
 }
 
@@ -398,7 +408,15 @@ def test_a_process_that_assembles_never_loads_jax() -> None:
 
 def test_torch_is_imported_only_by_its_own_modules() -> None:
     users = {module for module in modules() for found in of(module) if found.name.partition(".")[0] == "torch"}
-    assert users == {"torch", "torch_layers", "torch_network", "torch_pass", "torch_terms"}
+    assert users == {
+        "torch",
+        "torch_calls",
+        "torch_checks",
+        "torch_layers",
+        "torch_network",
+        "torch_pass",
+        "torch_terms",
+    }
 
 
 @pytest.mark.parametrize("module", PLANNING)

@@ -1,0 +1,153 @@
+"""In: a call of torch as a function sees it. Out: the product that it is of a weight and an input, or nothing.
+
+What counts is the call itself, not the class of the layer that makes it: a subclass, a hook or a function of the user's
+changes what goes into the call, and that is what is seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """How a call multiplies: what decides its terms apart from shapes.
+
+    Attributes
+    ----------
+    kind
+        linear, conv or embedding.
+    flipped
+        Of a linear one whether the weight is `(in, out)`.
+    strides, padding, dilation, groups
+        Of a convolution; `padding` is that before the first pixel of each axis.
+    padding_idx
+        Of an embedding the row that gets no gradient.
+    """
+
+    kind: str
+    flipped: bool = False
+    strides: tuple[int, ...] = ()
+    padding: tuple[int, ...] = ()
+    dilation: tuple[int, ...] = ()
+    groups: int = 1
+    padding_idx: int | None = None
+
+    @property
+    def space(self) -> int:
+        """Axes of a convolution's images."""
+        return len(self.strides)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Seen:
+    """A call: what goes in, the tensors given as weight and bias, and the same call with others."""
+
+    form: Form
+    given: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    again: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+def _linear(given: Any, weight: Any, bias: Any = None) -> Seen | None:
+    if weight.dim() != 2:
+        return None
+    form = Form(kind="linear")
+    return Seen(form=form, given=given, weight=weight, bias=bias, again=lambda w, b: functional.linear(given, w, b))
+
+
+def _matmul(given: Any, weight: Any) -> Seen | None:
+    if not (isinstance(given, torch.Tensor) and isinstance(weight, torch.Tensor)):
+        return None
+    if given.dim() < 2 or weight.dim() != 2:
+        return None
+    form = Form(kind="linear", flipped=True)
+    return Seen(form=form, given=given, weight=weight, bias=None, again=lambda w, b: torch.matmul(given, w))
+
+
+def _addmm(bias: Any, given: Any, weight: Any, *, beta: Any = 1, alpha: Any = 1) -> Seen | None:
+    if bias.dim() != 1 or (beta, alpha) != (1, 1):
+        return None
+    form = Form(kind="linear", flipped=True)
+    again = lambda w, b: torch.addmm(b, given, w)  # noqa: E731
+    return Seen(form=form, given=given, weight=weight, bias=bias, again=again)
+
+
+def _convolution(called: Callable[..., Any], space: int) -> Callable[..., Seen | None]:
+    def see(
+        given: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
+    ) -> Seen | None:
+        strides, apart = _each(stride, space), _each(dilation, space)
+        if padding == "valid":
+            low = (0,) * space
+        elif padding == "same":
+            # An odd zero stands behind the last pixel.
+            low = tuple(d * (k - 1) // 2 for d, k in zip(apart, weight.shape[2:], strict=True))
+        else:
+            low = _each(padding, space)
+        form = Form(kind="conv", strides=strides, padding=low, dilation=apart, groups=groups)
+        again = lambda w, b: called(given, w, b, stride, padding, dilation, groups)  # noqa: E731
+        return Seen(form=form, given=given, weight=weight, bias=bias, again=again)
+
+    return see
+
+
+def _each(given: Any, space: int) -> tuple[int, ...]:
+    """One number for all axes, alone or in a sequence, or one for each."""
+    numbers = (given,) if isinstance(given, int) else tuple(given)
+    return numbers * space if len(numbers) == 1 else numbers
+
+
+def _embedding(
+    given: Any,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Seen | None:
+    if max_norm is not None or scale_grad_by_freq:
+        return None
+    row = padding_idx if padding_idx is None or padding_idx >= 0 else padding_idx + len(weight)
+    again = lambda w, b: functional.embedding(given, w, padding_idx)  # noqa: E731
+    return Seen(form=Form(kind="embedding", padding_idx=row), given=given, weight=weight, bias=None, again=again)
+
+
+def see(function: Any, arguments: Any, keywords: Any) -> Seen | None:
+    """The product that a call is, if it is one of a weight."""
+    known = _KNOWN.get(function)
+    try:
+        return known(*arguments, **keywords) if known else None
+    except TypeError:
+        return None  # other arguments than these, such as `out=`
+
+
+_KNOWN: dict[Any, Callable[..., Seen | None]] = {
+    functional.linear: _linear,
+    functional.embedding: _embedding,
+    torch.addmm: _addmm,
+    **{f: _matmul for f in (torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__)},
+    torch.conv1d: _convolution(torch.conv1d, 1),
+    torch.conv2d: _convolution(torch.conv2d, 2),
+    torch.conv3d: _convolution(torch.conv3d, 3),
+}
+
+
+def transposes(function: Any, arguments: Any, keywords: Any) -> bool:
+    """Whether a call is the transpose of its first argument, a matrix."""
+    if keywords or not isinstance(arguments[0], torch.Tensor):
+        return False
+    if function in _TRANSPOSES:
+        return True
+    swaps = (torch.transpose, torch.Tensor.transpose, torch.swapaxes, torch.Tensor.swapaxes)
+    return function in swaps and {n % 2 for n in arguments[1:] if isinstance(n, int)} == {0, 1}
+
+
+_TRANSPOSES = (torch.t, torch.Tensor.t, *(getattr(torch.Tensor, name).__get__ for name in ("T", "mT")))

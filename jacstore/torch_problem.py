@@ -1,0 +1,26 @@
+"""In: a module of PyTorch, its examples and which outputs. Out: the value that a target names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchProblem:
+    """What `jacstore.torch.build` is of, so that a target can name it.
+
+    Attributes
+    ----------
+    module
+        A torch.nn.Module in evaluation mode.
+    inputs
+        Tensors or arrays `(N, ...)`, a tuple or dict of them, or a map-style dataset.
+    outputs
+        "all", "sum" or indices into the flattened outputs of one example.
+    """
+
+    module: Any
+    inputs: Any
+    outputs: str | Sequence[int] = "all"
