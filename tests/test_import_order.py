@@ -18,6 +18,7 @@ FLOORS = {
     1: (
         "errors",
         "progress",
+        "cgroups",
         "machine",
         "blas_threads",
         "files",
@@ -132,7 +133,7 @@ FLOOR = {module: floor for floor, modules in FLOORS.items() for module in module
 # What a module may import from its own floor.
 NEIGHBOURS = {
     "files": {"errors", "machine"},
-    "machine": {"errors"},
+    "machine": {"cgroups", "errors"},
     "schema": {"errors"},
     "terminal": {"errors", "progress"},
     "wording": {"machine"},
