@@ -21,6 +21,7 @@ FLOORS = {
         "cgroups",
         "machine",
         "blas_threads",
+        "exclusive",
         "files",
         "report",
         "schema",
@@ -132,7 +133,8 @@ FLOOR = {module: floor for floor, modules in FLOORS.items() for module in module
 
 # What a module may import from its own floor.
 NEIGHBOURS = {
-    "files": {"errors", "machine"},
+    "exclusive": {"machine"},
+    "files": {"errors", "exclusive", "machine"},
     "machine": {"cgroups", "errors"},
     "schema": {"errors"},
     "terminal": {"errors", "progress"},

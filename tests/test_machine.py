@@ -155,8 +155,13 @@ def test_a_full_group_leaves_a_byte_so_that_the_refusal_names_the_memory(tmp_pat
 
 @pytest.mark.parametrize(
     ("own", "above", "cores"),
-    [("max 100000", "max 100000", None), ("200000 100000", "max 100000", 2), ("max 100000", "150000 100000", 2)]
-    + [("400000 100000", "50000 100000", 1), ("nonsense", "300000 100000", 3)],
+    [
+        ("max 100000", "max 100000", None),
+        ("200000 100000", "max 100000", 2),
+        ("max 100000", "150000 100000", 2),
+        ("400000 100000", "50000 100000", 1),
+        ("nonsense", "300000 100000", 3),
+    ],
 )
 def test_the_quota_of_version_2_is_the_least_of_all_groups_rounded_up(own, above, cores, tmp_path):
     tree = Tree(tmp_path, "0::/a/b\n", V2)
