@@ -18,7 +18,7 @@ ROOT = Path("/")
 def memory_headroom(root: Path | None = None) -> int | None:
     """Bytes that all groups of this process leave to it, at least 1; None without a limit."""
     found = [*_each(root, "memory", _memory_v1), *_each(root, "", _memory_v2)]
-    return max(1, min(found)) if found else None
+    return max(1, int(min(found))) if found else None
 
 
 def cpu_quota(root: Path | None = None) -> int | None:
@@ -36,7 +36,9 @@ def _each(root: Path | None, controller: str, read: Callable[[Path], float | Non
 def _folders(root: Path, controller: str) -> Iterator[Path]:
     """Folders of this process's group and of those above it, as far as they are mounted; controller "" is version 2."""
     group = _group(root, controller)
-    for above, point in _mounts(root, controller) if group is not None else ():
+    if group is None:
+        return
+    for above, point in _mounts(root, controller):
         inside = PurePosixPath()
         # In a container the group may be named as the host names it while it is the mount point itself.
         if group.is_relative_to(above) and ".." not in group.parts:
