@@ -403,7 +403,7 @@ class _Job:
         with lock or contextlib.nullcontext():
             damaged = damaged_tiles(kernel)
             sweep_items(kernel, mine)
-            threads = max(1, machine.cores() // self.share) if self.share > 1 else None
+            threads = max(1, machine.cores() // self.share) if self.share > 1 else machine.limited_cores()
             work = Work(
                 rows=self.rows, cols=self.cols, kernel=kernel, threads=threads, device_memory=self._resident_bytes()
             )

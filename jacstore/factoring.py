@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from jacstore.blas_threads import blas_threads
 from jacstore.dense import Gram, require_memory
 from jacstore.errors import Refused
 from jacstore.factor_files import kept_for
 from jacstore.factorization import Cholesky, Eigen, Factorization, bytes_needed, cholesky, refuse_32_bit
+from jacstore.machine import limited_cores
 
 METHODS = ("cholesky", "eigh")
 # Alphas of an effective dimension that nobody asked for, in units of the largest eigenvalue.
@@ -57,7 +59,8 @@ def factorize(
     require_memory(bytes_needed(method, rows), memory, what, instead)
     if kept is not None:
         kept.require_room()
-    fresh, norm = _compute(gram, method, alphas)
+    with blas_threads(limited_cores()):
+        fresh, norm = _compute(gram, method, alphas)
     if kept is not None:
         kept.save(fresh.arrays, norm)
     return fresh, norm, False
@@ -97,7 +100,8 @@ def spectrum(kernel: Any, *, memory: int | str | None = None) -> np.ndarray:
         return values[::-1]
     require_memory(bytes_needed("eigvalsh", rows), memory, f"all eigenvalues of {rows:,} rows", "leave rows out")
     refuse_32_bit(rows)
-    return np.linalg.eigvalsh(gram.load())[::-1]
+    with blas_threads(limited_cores()):
+        return np.linalg.eigvalsh(gram.load())[::-1]
 
 
 def describe_spectrum(

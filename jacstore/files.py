@@ -22,6 +22,7 @@ from typing import BinaryIO, Protocol
 
 import numpy as np
 
+from jacstore import exclusive
 from jacstore.errors import Damaged, Refused
 from jacstore.machine import format_size
 
@@ -31,6 +32,8 @@ PAGE = 4096
 DIRECT = getattr(os, "O_DIRECT", 0)
 # What a file system says that cannot do it, or not for this many bytes.
 REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
+# What it says of a folder that it cannot flush: CIFS, sshfs. There a rename lasts when the server says so.
+UNFLUSHED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 # Bytes that are gathered to write past it what does not begin at a page.
 STAGED = 2**20
 
@@ -71,6 +74,13 @@ class Folder:
     """Files below a folder on disk.
 
     `write` leaves a file complete and flushed, but only a record that is published afterwards makes it count.
+
+    Attributes
+    ----------
+    locks
+        Whether its file system has locks, as far as they were asked for; else files that only one can create serve.
+    said_so
+        Whether the user has been told that it has none.
     """
 
     def __init__(self, root: str | Path) -> None:
@@ -78,6 +88,8 @@ class Folder:
             raise Refused(f"{str(root)!r} is no path; give the path of a folder (--out, out=)")
         self.root = Path(root)
         self.bytes_read = 0
+        self.locks = True
+        self.said_so = False
         self._count = threading.Lock()
 
     @property
@@ -118,8 +130,14 @@ class Folder:
         except OSError as error:
             raise explain(error, self.root / name, 0) from error
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
+            self.locks = _flock(descriptor)
+            waiting = contextlib.nullcontext() if self.locks else exclusive.held(self.inside(f"{name}.held"))
+        except OSError as error:
+            os.close(descriptor)
+            raise explain(error, self.root / name, 0) from error
+        try:
+            with waiting:
+                yield
         finally:
             os.close(descriptor)
 
@@ -460,11 +478,25 @@ def _write_all(descriptor: int, view: memoryview) -> None:
                 raise
 
 
+def _flock(descriptor: int) -> bool:
+    """Lock a file, waiting for whoever has locked it; False where the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in exclusive.NO_LOCKS:
+            raise
+        return False
+    return True
+
+
 def sync_path(path: Path) -> None:
-    """Flush a file or folder; an error, and no waiting, where something else stands."""
+    """Flush a file, or a folder where folders can be; an error, and no waiting, where something else stands."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in UNFLUSHED or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise
     finally:
         os.close(descriptor)
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from jacstore import machine
 from jacstore.errors import Damaged, Interrupted, Locked, Mismatch, Refused
 from jacstore.files import Files, Folder, explain
-from jacstore.progress import Listener, Waiting
+from jacstore.progress import Listener, Noted, Waiting
 from jacstore.schema import Open, parse, short_hash, typed
 
 FORMAT_VERSION = 1
@@ -194,6 +194,14 @@ class Lock:
                 pass
         except OSError as error:
             raise explain(error, self.folder, 0) from error
+        if not self.files.locks and not self.files.said_so:
+            self.files.said_so = True
+            self._listener(
+                Noted(
+                    text=f"{self.files.root}: its file system has no file locks (flock); files that only one process "
+                    "can create serve instead"
+                )
+            )
         self._thread = threading.Thread(target=self._beat, name="jacstore-heartbeat", daemon=True)
         self._thread.start()
         return self

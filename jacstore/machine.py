@@ -9,6 +9,7 @@ import shutil
 import socket
 from pathlib import Path
 
+from jacstore import cgroups
 from jacstore.errors import Refused
 
 UNITS = {"": 1, "B": 1}
@@ -48,44 +49,31 @@ def format_size(size: float) -> str:
 
 
 def cores() -> int:
-    """Cores this process may run on."""
+    """Cores that this process may run on and has the time of."""
+    quota = cgroups.cpu_quota()
+    return visible_cores() if quota is None else min(visible_cores(), quota)
+
+
+def visible_cores() -> int:
+    """Cores this process may run on, however little of their time a job or container gives it."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def limited_cores() -> int | None:
+    """`cores()` where a quota makes them fewer than libraries that count cores themselves would use; else None."""
+    return cores() if cores() < visible_cores() else None
+
+
 def available_memory() -> int:
-    """Bytes that can be allocated now, container limits respected."""
+    """Bytes that can be allocated now, within the limits of a job or container."""
     available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
         if "MemAvailable" in fields:
             available = int(fields["MemAvailable"].split()[0]) * 1024
-    return max(1, min(available, _cgroup_headroom(available)))
-
-
-def _cgroup_headroom(otherwise: int) -> int:
-    """Bytes below the container's limit; version 2 and version 1 files."""
-    pairs = [
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-            "/sys/fs/cgroup/memory/memory.stat",
-        ),
-    ]
-    for limit_file, usage_file, stat_file in pairs:
-        try:
-            limit = Path(limit_file).read_text().strip()
-            if limit == "max":
-                return otherwise
-            usage = int(Path(usage_file).read_text())
-            stat = dict(line.split() for line in Path(stat_file).read_text().splitlines())
-        except (OSError, ValueError):
-            continue
-        # Page cache counts as usage but is given back when asked for.
-        cache = int(stat.get("inactive_file", stat.get("total_inactive_file", 0)))
-        return max(1, int(limit) - usage + cache)
-    return otherwise
+    left = cgroups.memory_headroom()
+    return max(1, available if left is None else min(available, left))
 
 
 def default_memory(given: int | str | None) -> int:

@@ -65,7 +65,14 @@ class Waiting:
     reason: str
 
 
-Event = Started | BatchDone | UnitDone | SlabDone | CheckpointDone | ItemDone | Waiting
+@dataclass(frozen=True, kw_only=True)
+class Noted:
+    """What a user should know once, and need not act on; `text` is one line."""
+
+    text: str
+
+
+Event = Started | BatchDone | UnitDone | SlabDone | CheckpointDone | ItemDone | Waiting | Noted
 Listener = Callable[[Event], None]
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from jacstore.errors import Damaged, JacstoreError, one_line, printable
-from jacstore.progress import BatchDone, Event, ItemDone, SlabDone, Started, UnitDone, Waiting
+from jacstore.progress import BatchDone, Event, ItemDone, Noted, SlabDone, Started, UnitDone, Waiting
 
 SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1")
 
@@ -61,6 +61,8 @@ class Lines:
             return
         if isinstance(event, Waiting):
             click.echo(event.reason, err=True)
+        elif isinstance(event, Noted):
+            click.echo(event.text, err=True)
         elif isinstance(event, Started):
             self.what, self.total, self.done = event.what, event.total, event.done
             if sys.stderr.isatty():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import subprocess
@@ -126,11 +127,18 @@ def invoke(*words: object) -> Result:
     handlers = {name: signal.getsignal(getattr(signal, name)) for name in SIGNALS}
     argv, sys.argv = sys.argv, ["jacstore", *map(str, words)]
     try:
-        return CliRunner().invoke(main, [*map(str, words)])
+        return runner().invoke(main, [*map(str, words)])
     finally:
         sys.argv = argv
         for name, handler in handlers.items():
             signal.signal(getattr(signal, name), handler)
+
+
+def runner() -> CliRunner:
+    """One that tells stdout and stderr apart, as all do from click 8.2 on."""
+    if "mix_stderr" in inspect.signature(CliRunner).parameters:
+        return CliRunner(mix_stderr=False)  # type: ignore[call-arg]
+    return CliRunner()
 
 
 def hold_reads() -> None:

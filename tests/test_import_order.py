@@ -18,8 +18,10 @@ FLOORS = {
     1: (
         "errors",
         "progress",
+        "cgroups",
         "machine",
         "blas_threads",
+        "exclusive",
         "files",
         "report",
         "schema",
@@ -139,8 +141,9 @@ FLOOR = {module: floor for floor, modules in FLOORS.items() for module in module
 
 # What a module may import from its own floor.
 NEIGHBOURS = {
-    "files": {"errors", "machine"},
-    "machine": {"errors"},
+    "exclusive": {"machine"},
+    "files": {"errors", "exclusive", "machine"},
+    "machine": {"cgroups", "errors"},
     "schema": {"errors"},
     "terminal": {"errors", "progress"},
     "wording": {"machine"},
