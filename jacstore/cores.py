@@ -68,6 +68,52 @@ class Made:
         return jnp.clip(value, 0, self.size - 1) if self.clip else jnp.where(inside, value, -1)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Stacked:
+    """Operands of one shape `(G, T, C)`, one after the other along the groups; None stands for zeros."""
+
+    parts: tuple[Made | None, ...]
+
+    @property
+    def made(self) -> list[Made]:
+        """Those that are there."""
+        return [part for part in self.parts if part is not None]
+
+    @property
+    def root(self) -> Any:
+        return self.made[0].root
+
+    @property
+    def role(self) -> str:
+        return self.made[0].role
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        groups, *rest = self.made[0].shape
+        return (groups * len(self.parts), *rest)
+
+    @property
+    def key(self) -> Any:
+        return ("stacked", *(part and part.key for part in self.parts))
+
+    @property
+    def only_moved(self) -> bool:
+        return False
+
+    @property
+    def needs(self) -> list[Any]:
+        return [var for part in self.made for var in part.needs]
+
+    def finish(self, values: Sequence[Any]) -> Any:
+        """The operand from the values of what it `needs`."""
+        given = iter(values)
+        found: list[Any] = [
+            None if part is None else part.finish([next(given) for _ in part.needs]) for part in self.parts
+        ]
+        there = next(value for value in found if value is not None)
+        return jnp.concatenate([jnp.zeros_like(there) if value is None else value for value in found])
+
+
 def moved(value: Any, steps: Sequence[tuple[str, Any]]) -> Any:
     for kind, numbers in steps:
         value = value.reshape(numbers) if kind == "reshape" else value.transpose(numbers)
@@ -79,16 +125,18 @@ class Core:
     """A product, scatter or sum at which a gradient begins."""
 
     kind: str
-    inputs: Made | None
-    cotangents: Made
+    inputs: Made | Stacked | None
+    cotangents: Made | Stacked
     scale: float
     views: Views
     geometry: dict[str, Any] = field(default_factory=dict)
+    # Place and number of places along stacked weights, if the core is of one layer of them.
+    slot: tuple[int, int] | None = None
 
     def numbers(self, n_outputs: int) -> int:
         return (math.prod(self.inputs.shape) if self.inputs else 0) + n_outputs * math.prod(self.cotangents.shape)
 
-    def term(self, name_of: Callable[[Made, bool], str], stored: bool) -> Factored:
+    def term(self, name_of: Callable[[Made | Stacked, bool], str], stored: bool) -> Factored:
         cotangents = name_of(self.cotangents, stored)
         common: dict[str, Any] = {"cotangents": cotangents, "scale": self.scale, "views": self.views}
         if self.kind == "index":
@@ -98,6 +146,40 @@ class Core:
             assert self.inputs is not None
             return Conv(inputs=name_of(self.inputs, stored), **common, **self.geometry)
         return Dot(inputs=None if self.inputs is None else name_of(self.inputs, stored), **common)
+
+
+def stacked(cores: Sequence[Core]) -> list[Core] | None:
+    """Cores of single layers of stacked weights as cores whose groups are the layers; None if they are unlike."""
+    first = cores[0]
+    for core in cores:
+        same = core.kind == "dot" and core.inputs is not None and core.slot is not None and first.inputs is not None
+        if not same or core.inputs is None or core.slot is None or first.slot is None or first.inputs is None:
+            return None
+        shapes = (core.inputs.shape, core.cotangents.shape, core.views, core.scale, core.slot[1])
+        if shapes != (first.inputs.shape, first.cotangents.shape, first.views, first.scale, first.slot[1]):
+            return None
+    # A layer that is used twice begins another core.
+    rounds: list[dict[int, Core]] = []
+    for core in cores:
+        assert core.slot is not None
+        free = next((places for places in rounds if core.slot[0] not in places), None)
+        if free is None:
+            rounds.append(free := {})
+        free[core.slot[0]] = core
+    found = []
+    for places in rounds:
+        assert first.slot is not None
+        at = [places.get(n) for n in range(first.slot[1])]
+        found.append(
+            Core(
+                kind="dot",
+                inputs=Stacked(parts=tuple(core and core.inputs for core in at)),  # type: ignore[misc]
+                cotangents=Stacked(parts=tuple(core and core.cotangents for core in at)),  # type: ignore[misc]
+                scale=first.scale,
+                views=first.views,
+            )
+        )
+    return found
 
 
 def pairable(cores: list[Core]) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jacstore.backward import Backward
-from jacstore.cores import MAX_MAP, Core, Made, pairable
+from jacstore.cores import MAX_MAP, Core, Made, pairable, stacked
 from jacstore.terms import Views
 from jacstore.weight_maps import Inseparable, ProductBlock, Side, WeightMap
 
@@ -30,6 +31,7 @@ class Found:
     terms: list[Core] = field(default_factory=list)
     why: str = ""
     pending: list[tuple[Any, float, Views]] = field(default_factory=list)
+    products: list[tuple[Any, Any, float]] = field(default_factory=list)
 
 
 class _Stop(Exception):
@@ -88,6 +90,7 @@ class _Product:
             scale=scale,
             views=_tidy(views),
             geometry=self.geometry,
+            slot=block.slot and block.slot[1:],
         )
 
 
@@ -112,6 +115,7 @@ class Finder:
         gradient = self.flat.gradients[n]
         try:
             self._follow(gradient, (), 1.0, found)
+            found.terms = self._cores(found.products)
             if found.terms and found.pending:
                 raise _Stop("a product and a sum of cotangents")
             if not pairable(found.terms):
@@ -152,7 +156,7 @@ class Finder:
         elif name == "reduce_sum":
             self._follow(operand, (("sum", tuple(eqn.params["axes"])), *views), scale, found)
         elif name in PRODUCTS and self._layer(eqn) is not None:
-            found.terms.append(self._product(eqn, views, scale))
+            found.products.append((eqn, views, scale))
             if name.startswith("scatter"):
                 self._follow(operand, views, scale, found)
             elif name == "dynamic_update_slice" and not _is_zero(flat, operand):
@@ -165,12 +169,22 @@ class Finder:
         else:
             found.pending.append((var, scale, views))
 
-    def _product(self, eqn: Any, views: Views, scale: float) -> Core:
+    def _cores(self, products: list[tuple[Any, Any, float]]) -> list[Core]:
+        """The cores of a leaf; those of single layers of stacked weights become one core with a group for each."""
+        if len(products) > 1 and all(any(kind == "map" for kind, _ in views) for _, views, _ in products):
+            with suppress(_Stop):
+                layers = stacked([self._product(*product, slots=True) for product in products])
+                if layers:
+                    return layers
+        return [self._product(*product) for product in products]
+
+    def _product(self, eqn: Any, views: Views, scale: float, slots: bool = False) -> Core:
         """The core of a product, with the linear maps behind it carried over to its operands."""
         name = eqn.primitive.name
         begin = self._dot if name == "dot_general" else self._conv if name.startswith("conv") else self._index
         product = begin(eqn)
         block = product.block
+        block.keeps_slots = slots
         # Behind the last map numbers are only moved, whatever the axes.
         count = max((n + 1 for n, (kind, _) in enumerate(views) if kind in ("map", "sum")), default=0)
         try:
@@ -428,7 +442,7 @@ class Finder:
         layers: dict[Any, list[Made]] = {}
         for leaf in found:
             for core in leaf.terms:
-                if core.cotangents.only_moved:
+                if isinstance(core.cotangents, Made) and core.cotangents.only_moved:
                     layers.setdefault(core.cotangents.root, []).append(core.cotangents)
         for leaf in found:
             if not leaf.pending:

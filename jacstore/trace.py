@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jacstore.backward import Backward
-from jacstore.cores import Made
+from jacstore.cores import Made, Stacked
 from jacstore.finder import Finder, Found
 from jacstore.problem import Prepared, precision_context
 from jacstore.terms import Dense, Leaf, Operand, Term, expand
@@ -42,7 +42,7 @@ class Cut:
     leaves: tuple[Leaf, ...]
     operands: tuple[Operand, ...]
     _flat: Backward = field(repr=False)
-    _made: Mapping[str, Made] = field(repr=False)
+    _made: Mapping[str, Made | Stacked] = field(repr=False)
     _rows: tuple[tuple[int, tuple[Term, ...]], ...] = field(repr=False)
 
     def __call__(
@@ -130,10 +130,10 @@ def _cut(
     finder.tie_sums(found)
     chosen = _choose(found, described, n_outputs, layout, as_rows)
     names: dict[Any, str] = {}
-    made: dict[str, Made] = {}
+    made: dict[str, Made | Stacked] = {}
     operands: list[Operand] = []
 
-    def name_of(core_made: Made, stored: bool) -> str:
+    def name_of(core_made: Made | Stacked, stored: bool) -> str:
         if core_made.key not in names:
             names[core_made.key] = f"{core_made.role}{len(names)}"
             made[names[core_made.key]] = core_made
@@ -162,7 +162,7 @@ def _cut(
     return Cut(leaves=tuple(leaves), operands=tuple(operands), _flat=flat, _made=made, _rows=tuple(rows))
 
 
-def _temporary(core_made: Made, names: dict[Any, str], made: dict[str, Made]) -> str:
+def _temporary(core_made: Made | Stacked, names: dict[Any, str], made: dict[str, Made | Stacked]) -> str:
     """A name for an operand that is needed to form rows, apart from those that are stored."""
     key = ("temporary", core_made.key)
     if key not in names:

@@ -88,6 +88,9 @@ class ProductBlock:
         self.axes, self.sizes = list(axes), dict(sizes)
         self._fixed = sorted(key for key in self._named if not self._owners(key))
         self._fresh = itertools.count(1 + max(sizes, default=0))
+        # Key, place and length of an axis at one place of which the whole block stands: a layer of stacked weights.
+        self.slot: tuple[int, int, int] | None = None
+        self.keeps_slots = False
         # New axes go to the side that was mapped last.
         self._last = inputs if inputs.var is not None else cotangents
 
@@ -121,7 +124,13 @@ class ProductBlock:
     def views(self) -> Views:
         """From `(groups, window or table, free of inputs, free of cotangents)` to the block's axes."""
         named = self._named
-        order = [*self.groups, *self._fixed, *self.free(self.inputs), *self.free(self.cotangents)]
+        order = [
+            *([self.slot[0]] if self.slot else []),
+            *self.groups,
+            *self._fixed,
+            *self.free(self.inputs),
+            *self.free(self.cotangents),
+        ]
         order = [key for key in order if key in named]
         moves: Views = (("reshape", tuple(self.sizes[key] for key in order)),)
         moves += (("transpose", tuple(order.index(key) for key in named)),)
@@ -226,7 +235,11 @@ class ProductBlock:
 
     def _pad(self, what: WeightMap) -> None:
         for axis, (low, high, inner) in enumerate(what.params["padding_config"]):
-            if (low, high, inner) != (0, 0, 0):
+            if self.keeps_slots and self.slot is None and self.axes[axis] is None and min(low, high) >= 0:
+                key = self.axes[axis] = next(self._fresh)
+                self.sizes[key] = 1 + int(low) + int(high)
+                self.slot = (key, int(low), self.sizes[key])
+            elif (low, high, inner) != (0, 0, 0):
                 size = self.shape[axis]
 
                 def pad(value: Any, at: int, width: tuple[int, int, int] = (low, high, inner)) -> Any:

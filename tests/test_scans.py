@@ -63,8 +63,8 @@ def layers(params, x, wrap=lambda f: f):
     return two(jax.lax.scan(step, x, params)[0])
 
 
-def by_hand(params, x):
-    for n in range(L):
+def by_hand(params, x, order=range(L)):
+    for n in order:
         x = x + jnp.tanh(x @ params["w"][n] + params["b"][n])
     return two(x)
 
@@ -115,6 +115,13 @@ FOUND = {
         {"u": normal(3, H, H), "w": normal(3, H, H)},
         normal(4, 3, H),
         "dot dot",
+    ),
+    "stacked layers by a loop": (by_hand, STACK, normal(4, H), "dense dot"),
+    "stacked layers, some twice": (
+        lambda p, x: by_hand(p, x, (0, 2, 2, 5)),
+        STACK,
+        normal(4, H),
+        "dense dot+dot",
     ),
     "look-ups at every step": (
         decoder,
