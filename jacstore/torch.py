@@ -4,7 +4,7 @@
 
     store = jacstore.torch.build(module.eval(), x, "run.jac", memory="8GB")
 
-Layers that are known (Linear, Conv1d to Conv3d, Embedding) give factors by hooks, all other parameters rows by
+Parameters that are multiplied by linear, convolution or embedding calls give factors, all others rows by
 `torch.func`, in one pass: the VJP of one example, mapped over outputs and over examples.
 """
 

@@ -71,6 +71,10 @@ class TorchPass:
                 differing = self._tried_elsewhere(source)
             if not differing:
                 break
+            if self.mapped and differing & set(self.cut.generic):
+                # Some layers have a wrong rule for vmap (PReLU with one slope): autograd takes one cotangent at a time.
+                self.mapped = False
+                continue
             self.refuse_generic(differing, 0)
             self.wrong |= differing
         self._size(truth, budget, batch_size, source.n_examples)
