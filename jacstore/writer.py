@@ -570,6 +570,8 @@ def _operand_layout(operand: Operand, n: int, k: int, unit: int, dtype: str, cod
     }[operand.role]
     if operand.role == "inputs" and len(operand.shape) != 3:
         names = ("image", *(f"space{axis}" for axis in range(len(operand.shape) - 2)), "channel")
+    # Readers such as xarray want one size for each name in a group.
+    own = [name if name == "output" else f"{operand.name}_{name}" for name in names]
     return ArrayLayout(
         name=operand_array(operand.name),
         shape=(n, *lead, *operand.shape),
@@ -577,7 +579,7 @@ def _operand_layout(operand: Operand, n: int, k: int, unit: int, dtype: str, cod
         per_file=(*[1] * (len(lead) + len(operand.shape)), per_file),
         dtype=stored,
         codec=codec,
-        dimensions=("example", *names),
+        dimensions=("example", *own),
     )
 
 
