@@ -202,7 +202,7 @@ def taken(f: Function, shape: Any, inner: Any) -> Weight:
     wide = list(shape)
     wide[axis] = size
     w = inner(*wide)
-    ids = f.rng.permutation(size)[:n] if f.chance() else f.rng.integers(-2, size + 2, n)
+    ids = (f.rng.permutation(size)[:n] if f.chance() else f.rng.integers(-2, size + 2, n)).astype(np.int32)
     mode = f.one_of(["clip", "fill", "wrap", None])
     if mode is None:
         at = (slice(None),) * axis + (np.clip(ids, -size, size - 1),)
@@ -218,7 +218,7 @@ def taken_one_by_one(f: Function, shape: Any, inner: Any) -> Weight:
     size = shape[axis] + f.number(0, 2)
     wide = list(shape)
     wide[axis] = size
-    w, ids = inner(*wide), f.rng.integers(-1, size + 1, shape[axis])
+    w, ids = inner(*wide), f.rng.integers(-1, size + 1, shape[axis]).astype(np.int32)
     kept = f.chance()
 
     def apply(p: Any) -> Any:
@@ -776,7 +776,7 @@ def wrapped(f: Function, layer: Callable[[Function], None]) -> None:
             x = one(p, x)
         return x
 
-    how = f.number(0, 11)
+    how = max(0, f.number(-8, 9))
     inside, after = whole, f.shape
     if how in (1, 2, 3):
         whole = (jax.jit, jax.checkpoint, lambda g: jax.jit(jax.checkpoint(g)))[how - 1](inside)
@@ -819,7 +819,7 @@ def case_of(seed: int) -> Case:
     f = Function(rng=rng, shape=kinds[rng.integers(4)])
     n, k = f.number(3, 4), f.number(2, 3)
     inputs = rng.standard_normal((n, *f.shape))
-    for _ in range(f.number(1, 4)):
+    for _ in range(f.one_of([1, 1, 2, 2, 3, 4])):
         wrapped(f, f.one_of(LAYERS))
     while not f.params:
         dense(f)
