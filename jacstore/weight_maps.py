@@ -132,9 +132,10 @@ class ProductBlock:
             *self.free(self.cotangents),
         ]
         order = [key for key in order if key in named]
-        moves: Views = (("reshape", tuple(self.sizes[key] for key in order)),)
+        # Shapes of JAX may hold NumPy's integers, which JSON cannot.
+        moves: Views = (("reshape", tuple(int(self.sizes[key]) for key in order)),)
         moves += (("transpose", tuple(order.index(key) for key in named)),)
-        return moves if len(named) == len(self.axes) else (*moves, ("reshape", self.shape))
+        return moves if len(named) == len(self.axes) else (*moves, ("reshape", tuple(map(int, self.shape))))
 
     def _owners(self, key: int) -> list[Side]:
         return [side for side in (self.inputs, self.cotangents) if key in side.keys]
