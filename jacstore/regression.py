@@ -72,6 +72,17 @@ class KernelRidge:
             setattr(self, name, value)
         return self
 
+    def __sklearn_tags__(self) -> Any:
+        """What scikit-learn asks of an estimator: a regressor on square matrices that are split along both axes."""
+        from sklearn.utils import InputTags, RegressorTags, Tags, TargetTags
+
+        return Tags(
+            estimator_type="regressor",
+            target_tags=TargetTags(required=True, multi_output=True),
+            regressor_tags=RegressorTags(),
+            input_tags=InputTags(pairwise=True),
+        )
+
     def fit(self, kernel: Any, y: Any, f0: Any = None) -> KernelRidge:
         """Fit targets on a symmetric kernel.
 

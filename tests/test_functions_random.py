@@ -634,7 +634,7 @@ def scanned_layers(f: Function) -> None:
         def layer(x: Any, q: Any) -> Any:
             m, shift = q
             if nested:
-                x = lax.scan(lambda s, now: ((s + jnp.tanh(now @ m),) * 2), jnp.zeros(c, x.dtype), x)[1]
+                x = lax.scan(lambda s, now: (s + jnp.tanh(now @ m),) * 2, jnp.zeros(c, x.dtype), x)[1]
             y = x + jnp.tanh(x @ m + shift)
             return (y @ v(p) if v else y), (y.sum() if way else None)
 

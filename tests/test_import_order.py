@@ -211,6 +211,10 @@ NEIGHBOURS = {
 # (importer, imported) where an import inside a function chooses an optional engine.
 CHOICES = {
     (
+        "regression",
+        "sklearn.utils",
+    ),
+    (
         "assembly",
         "jacstore.engine_xla",
     ),

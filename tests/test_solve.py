@@ -922,3 +922,25 @@ def test_a_second_fit_forgets_the_errors_of_the_first():
 @pytest.mark.parametrize("k", [2.5, 0, 4, True, "two", None])
 def test_a_number_of_examples_that_is_none_is_refused(k):
     assert f"k={k} " in refused(jacstore.top_examples, np.ones((2, 3)), k)
+
+
+def test_a_search_over_alphas_by_scikit_learn_is_the_one_over_its_own_estimator():
+    pytest.importorskip("sklearn")
+    from sklearn.base import clone, is_regressor
+    from sklearn.kernel_ridge import KernelRidge as Theirs
+    from sklearn.model_selection import GridSearchCV, cross_val_score
+
+    draw = np.random.default_rng(0)
+    rows, y = draw.standard_normal((30, 8)), draw.standard_normal((30, 2))
+    gram, grid = rows @ rows.T, {"alpha": [1e-2, 1.0, 100.0]}
+    assert is_regressor(KernelRidge()) and clone(KernelRidge(0.3)).alpha == 0.3
+    ours, theirs = (
+        GridSearchCV(model, grid, cv=3).fit(gram, y) for model in (KernelRidge(), Theirs(kernel="precomputed"))
+    )
+    assert ours.best_params_ == theirs.best_params_
+    np.testing.assert_allclose(ours.cv_results_["mean_test_score"], theirs.cv_results_["mean_test_score"], rtol=1e-9)
+    np.testing.assert_allclose(
+        cross_val_score(KernelRidge(1.0), gram, y, cv=3),
+        cross_val_score(Theirs(alpha=1.0, kernel="precomputed"), gram, y, cv=3),
+        rtol=1e-9,
+    )
