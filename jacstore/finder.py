@@ -213,8 +213,11 @@ class Finder:
             found = self._lookup(eqn)
             ids, size = (found.ids, int(eqn.invars[0].aval.shape[found.axis]))
             lookups = [axis for axis in range(eqn.invars[2].aval.ndim) if axis not in found.windows]
-            if lookups == [found.axis] and math.prod(ids.aval.shape) == eqn.invars[2].aval.shape[found.axis]:
-                return WeightMap(kind="scatter", params={"axis": found.axis, "size": size}, needs=(ids,))
+            # A look-up that keeps its axis as one of length 1 has an axis more than the table.
+            alike = eqn.invars[2].aval.ndim == eqn.invars[0].aval.ndim and lookups == [found.axis]
+            if alike and math.prod(ids.aval.shape) == eqn.invars[2].aval.shape[found.axis]:
+                params = {"axis": found.axis, "size": size, "clip": found.clip}
+                return WeightMap(kind="scatter", params=params, needs=(ids,))
         return None
 
     def _of_data(self, var: Any) -> bool:
@@ -232,9 +235,7 @@ class Finder:
             name = made.primitive.name
             if name == "broadcast_in_dim":
                 axes = [axes[dim] for dim in made.params["broadcast_dimensions"]]
-            elif name == "convert_element_type" and not _is_complex(made.invars[0]):
-                pass
-            else:
+            elif not _is_exact_cast(made):
                 break
             right = made.invars[0]
         shape = right.aval.shape
@@ -279,8 +280,8 @@ class Finder:
         scalar = right
         while not isinstance(scalar, jex.Literal) and scalar.aval.shape != () and scalar in self.flat.producer:
             made = self.flat.producer[scalar]
-            if made.primitive.name not in ("broadcast_in_dim", "convert_element_type", "reshape"):
-                return None
+            if made.primitive.name not in ("broadcast_in_dim", "reshape") and not _is_exact_cast(made):
+                break
             scalar = made.invars[0]
         if _is_complex(scalar):
             return None
@@ -499,6 +500,16 @@ def _one_of_split(eqn: Any, number: int) -> WeightMap:
 
 def _is_complex(var: Any) -> bool:
     return jnp.issubdtype(var.aval.dtype, np.complexfloating)
+
+
+def _is_exact_cast(eqn: Any) -> bool:
+    """Whether an equation only casts to a type that holds every value of the one before, so that it may be skipped."""
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+    if not jnp.issubdtype(after, np.floating):
+        return False
+    return before == np.bool_ or (jnp.issubdtype(before, np.floating) and jnp.promote_types(before, after) == after)
 
 
 def _is_move(eqn: Any) -> bool:

@@ -110,6 +110,9 @@ class Scan:
                 continue
             eqn = None if isinstance(var, jex.Literal) else self.producer.get(var)
             if eqn is not None and eqn.primitive.name in ("add", "add_any") and self._contains(eqn, before):
+                # A sum so far that a step also returns or reads has to be carried along.
+                if self.uses[var] != 1:
+                    return None
                 todo += eqn.invars
             else:
                 parts.append(var)

@@ -93,6 +93,9 @@ class ProductBlock:
         self.keeps_slots = False
         # New axes go to the side that was mapped last.
         self._last = inputs if inputs.var is not None else cotangents
+        # Channels of a convolution in groups belong to neither side alone: another axis would mix the groups.
+        named = self._named
+        self._closed = inputs.var is not None and bool(named) and len(self._fixed) == len(named)
 
     # ------------------------------------------------------------------------------------------------- what it became
 
@@ -219,11 +222,16 @@ class ProductBlock:
 
     def _new_axis(self, axis: int) -> int:
         """An axis of length 1 gets a place on the side that was mapped last."""
+        self._check_open()
         key = self.axes[axis] = next(self._fresh)
         self.sizes[key] = 1
         self._last.apply(lambda value: value[..., None])
         self._last.keys.append(key)
         return key
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Inseparable("a map of a convolution in groups")
 
     def _slice(self, what: WeightMap) -> None:
         start, limit, strides = (what.params[name] for name in ("start_indices", "limit_indices", "strides"))
@@ -283,6 +291,7 @@ class ProductBlock:
         sides = [self._one_side(key) for key in keys if key is not None]
         if any(side is not sides[0] for side in sides):
             raise Inseparable("a product that contracts both factors")
+        self._check_open()
         side = sides[0] if sides else self._last
         # An axis of length 1 that is contracted is an axis of the matrix only.
         places = [side.keys.index(key) for key in keys if key is not None]
@@ -319,11 +328,14 @@ class ProductBlock:
 
     def _scatter(self, what: WeightMap) -> None:
         """Add entries along one axis to those of a longer or permuted one, at indices that no example changes."""
-        size = what.params["size"]
+        size, clip = what.params["size"], what.params["clip"]
 
         def scatter(value: Any, at: int, ids: Any) -> Any:
             moved = jnp.moveaxis(value, at, 0)
-            placed = jnp.zeros((size, *moved.shape[1:]), value.dtype).at[ids.reshape(-1)].add(moved, mode="drop")
+            places = ids.reshape(-1)
+            # Of what lies outside `scatter` drops both ends, `at` would count negative places from the end.
+            places = jnp.clip(places, 0, size - 1) if clip else jnp.where(places < 0, size, places)
+            placed = jnp.zeros((size, *moved.shape[1:]), value.dtype).at[places].add(moved, mode="drop")
             return jnp.moveaxis(placed, 0, at)
 
         self._along(what.params["axis"], scatter, size, what.needs)

@@ -164,7 +164,8 @@ def mixed(f: Function, shape: Any, inner: Any) -> Weight:
     axis = f.number(0, len(shape) - 1)
     n = f.number(1, 4)
     w = inner(*shape[:axis], n, *shape[axis + 1 :])
-    m = f.leaf(shape[axis], n) if f.chance() else (lambda p, m=f.fixed(shape[axis], n): m)
+    number = f.fixed(shape[axis], n)
+    m = f.leaf(shape[axis], n) if f.chance() else lambda p: number
     if f.chance():
         return lambda p: jnp.moveaxis(jnp.tensordot(m(p), w(p), (1, axis)), 0, axis)
     return lambda p: jnp.moveaxis(jnp.tensordot(w(p), m(p), (axis, 1)), -1, axis)
@@ -458,7 +459,7 @@ def complex_layer(f: Function) -> None:
             z = jnp.fft.fft(x) @ (w(p) * 1j).conj()
         else:
             z = lax.complex(x @ w(p), x @ v(p)) ** 2
-        return jnp.stack([z.real, jnp.square(jnp.abs(z)) + z.imag]).sum(0)
+        return jnp.stack([z.real, jnp.abs(z + 0.3) + z.imag]).sum(0)
 
     step(f, (*lead, d), apply)
 
@@ -665,7 +666,7 @@ def mapped(f: Function) -> None:
 
 def looked_up_in_scan(f: Function) -> None:
     """A decoder: a table at every step, its transpose for what it returns."""
-    t, c = sequence(f)
+    t, _ = sequence(f)
     size, h, own = f.number(2, 5), f.number(1, 3), f.chance()
     table, u = weight(f, size, h, depth=1), weight(f, h, h, depth=1)
     head, how = weight(f, h, size, depth=1), f.number(0, 2)

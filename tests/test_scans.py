@@ -100,6 +100,14 @@ def inside_and_outside(params, x):
     return two(h @ params[:H, :])
 
 
+def sums_so_far(params, x, read=lambda total: total):
+    def step(total, xt):
+        total = total + jnp.outer(xt, xt) @ params
+        return total, read(total)
+
+    return two(jax.lax.scan(step, jnp.zeros((C, H), x.dtype), x)[1])
+
+
 # (function, parameters, inputs, terms, numbers stored of the weights per example; None: not counted)
 SEQUENCES = normal(4, T, C)
 FOUND = {
@@ -129,6 +137,8 @@ FOUND = {
         np.random.default_rng(0).integers(0, 60, (4, T)),
         "dot index dot",
     ),
+    "sums so far": (sums_so_far, normal(C, H), SEQUENCES, "dot"),
+    "sums so far, read": (lambda p, x: sums_so_far(p, x, jnp.tanh), normal(C, H), SEQUENCES, "dot"),
     "inside and outside": (inside_and_outside, normal(16, 16), normal(4, 3, 16), "dot+dot+dot"),
 }
 

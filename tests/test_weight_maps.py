@@ -40,6 +40,8 @@ W = normal(24, 20)
 X = normal(4, 24)
 IDS = np.array([[0, 3, 3], [9, 1, 0], [2, 2, 2], [7, 8, 5]])
 PERM = np.random.default_rng(0).permutation(24)
+PERM20 = np.random.default_rng(0).permutation(20).astype(np.int32)
+OUTSIDE = np.array([40, 0, -3], np.int32)
 MASK = np.random.default_rng(0).random((24, 20)) < 0.5
 LORA = {"w": W, "a": normal(24, 2), "b": normal(2, 20)}
 
@@ -62,6 +64,11 @@ def imaginary(params, x):
 
 def conv(x, w):
     return LAX_CONV(x[None], w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))[0]
+
+
+def grouped(x, w):
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return LAX_CONV(x[None], w, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=2)[0]
 
 
 def projection(params, x):
@@ -127,6 +134,42 @@ FOUND = {
         normal(3, 3, 4, 64),
         normal(4, 4, 4, 4),
         "dense",
+    ),
+    "scaled by a rounded weight": (
+        lambda p, x: two(x @ (p["w"] * (p["g"] * 9).astype(jnp.int32).astype(p["w"].dtype))),
+        {"w": W, "g": normal(20)},
+        X,
+        "dense dot",
+    ),
+    "scaled by a weight in 16 bits": (
+        lambda p, x: two(x @ (p["w"] * jax.lax.stop_gradient(p["g"]).astype(jnp.bfloat16).astype(p["w"].dtype))),
+        {"w": W, "g": normal(20)},
+        X,
+        "dense dot",
+    ),
+    "rows taken at clipped places": (
+        lambda p, x: two(x[:3] @ jnp.take(p, OUTSIDE, axis=0, mode="clip")),
+        W,
+        X,
+        "dot",
+    ),
+    "rows taken one by one": (
+        lambda p, x: two(x[:20] @ jax.vmap(lambda n: jax.lax.dynamic_index_in_dim(p.T, n))(PERM20)[:, 0]),
+        W,
+        X,
+        "dense",
+    ),
+    "filter in groups as a sum": (
+        lambda p, x: three(grouped(x, p.sum(0)).mean((0, 1))),
+        normal(3, 3, 3, 2, 8),
+        normal(4, 4, 4, 4),
+        "dense",
+    ),
+    "filter in groups as a product": (
+        lambda p, x: three(grouped(x, jnp.tensordot(p["m"], p["w"], 1)).mean((0, 1))),
+        {"m": normal(3), "w": normal(3, 3, 3, 2, 8)},
+        normal(4, 4, 4, 4),
+        "dense dense",
     ),
     "vmapped look-up": (lambda p, i: two(jax.vmap(lambda n: p[n])(i)), normal(40, 6), IDS, "index"),
     "single id": (lambda p, i: two(p[i[0]]), normal(40, 6), IDS, "index"),
