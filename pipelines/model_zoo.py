@@ -444,7 +444,7 @@ def torch_vit_tiny(tiny: bool) -> Torch:
     from torch import nn
 
     torch.manual_seed(0)
-    layers, width, size, examples = (1, 48, 16, 3) if tiny else (6, 192, 32, 32)
+    layers, width, size, examples = (1, 48, 16, 3) if tiny else (6, 192, 32, 16)
 
     class Attention(nn.Module):
         def __init__(self) -> None:
@@ -485,7 +485,7 @@ def torch_convnext(tiny: bool) -> Torch:
     from torch import nn
 
     torch.manual_seed(0)
-    widths, depths, size, examples = ((16, 32), (1, 1), 32, 3) if tiny else ((48, 96, 192, 384), (1, 1, 3, 1), 64, 16)
+    widths, depths, size, examples = ((16, 32), (1, 1), 32, 3) if tiny else ((48, 96, 192, 384), (1, 1, 3, 1), 64, 4)
 
     class Last(nn.LayerNorm):
         def forward(self, x: Any) -> Any:
@@ -557,7 +557,7 @@ def torch_gpt2(tiny: bool) -> Torch:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    layers, width, length, vocabulary, examples = (1, 48, 4, 80, 3) if tiny else (4, 192, 32, 2000, 32)
+    layers, width, length, vocabulary, examples = (1, 48, 4, 80, 3) if tiny else (3, 192, 32, 2000, 8)
     config = GPT2Config(
         vocab_size=vocabulary,
         n_positions=length,
@@ -578,7 +578,7 @@ def torch_bert(tiny: bool) -> Torch:
     from transformers import BertConfig, BertModel
 
     torch.manual_seed(0)
-    layers, width, length, vocabulary, examples = (1, 48, 4, 80, 3) if tiny else (4, 192, 32, 2000, 32)
+    layers, width, length, vocabulary, examples = (1, 48, 4, 80, 3) if tiny else (3, 192, 32, 2000, 8)
     config = BertConfig(
         vocab_size=vocabulary,
         hidden_size=width,
@@ -599,7 +599,7 @@ def torch_llama(tiny: bool) -> Torch:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    layers, width, length, vocabulary, examples = (1, 64, 4, 80, 3) if tiny else (4, 192, 32, 2000, 32)
+    layers, width, length, vocabulary, examples = (1, 64, 4, 80, 3) if tiny else (3, 192, 32, 2000, 8)
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=width,
@@ -622,7 +622,7 @@ def torch_t5_encoder(tiny: bool) -> Torch:
     from transformers import T5Config, T5EncoderModel
 
     torch.manual_seed(0)
-    layers, width, length, vocabulary, examples = (1, 48, 4, 80, 3) if tiny else (4, 192, 32, 2000, 32)
+    layers, width, length, vocabulary, examples = (1, 48, 4, 80, 3) if tiny else (3, 192, 32, 2000, 8)
     config = T5Config(
         vocab_size=vocabulary,
         d_model=width,
@@ -642,7 +642,7 @@ def torch_lstm(tiny: bool) -> Torch:
     from torch import nn
 
     torch.manual_seed(0)
-    width, length, vocabulary, examples = (32, 4, 80, 3) if tiny else (256, 32, 2000, 16)
+    width, length, vocabulary, examples = (32, 4, 80, 3) if tiny else (256, 32, 2000, 8)
 
     class Classifier(nn.Module):
         def __init__(self) -> None:
