@@ -23,9 +23,30 @@ from jax import lax
 STACKED = 8
 MOVES = ("transpose", "reshape", "squeeze", "expand_dims", "convert_element_type", "neg", "copy")
 
+# Linear steps of one operand; others of `mul`, `div` and `pad` are numbers that stand in the program.
+PARTS = ("slice", "split", "rev", "reduce_sum", "mul", "div", "pad")
+
 LOOKUPS = ("scatter-add", "scatter_add", "dynamic_update_slice")
 
 Evaluate = Callable[..., list[Any]]
+
+
+@dataclass(kw_only=True)
+class _Step:
+    """A linear step behind a product: its equation, which operand moves, which output is meant."""
+
+    eqn: Any
+    operand: int = 0
+    output: int = 0
+
+    @property
+    def moving(self) -> Any:
+        return self.eqn.invars[self.operand]
+
+    def __call__(self, value: Any) -> Any:
+        given = [value if n == self.operand else v.val for n, v in enumerate(self.eqn.invars)]
+        found = self.eqn.primitive.bind(*given, **self.eqn.primitive.get_bind_params(self.eqn.params))
+        return found[self.output] if self.eqn.primitive.multiple_results else found
 
 
 @dataclass(kw_only=True)
@@ -33,7 +54,7 @@ class _Taken:
     """A product that is taken out of a scan: its equation and what follows it, from the product on."""
 
     eqn: Any
-    after: list[Any]
+    after: list[_Step]
 
 
 @dataclass(kw_only=True)
@@ -131,7 +152,7 @@ class Scan:
 
     def _product(self, var: Any, sums: bool) -> _Taken | None:
         """The product that a variable is a moved form of, if it may be taken out."""
-        after: list[Any] = []
+        after: list[_Step] = []
         while True:
             if isinstance(var, jex.Literal) or (eqn := self.producer.get(var)) is None:
                 return None
@@ -147,10 +168,10 @@ class Scan:
                 # The sum that an inner scan began with.
                 var = eqn.invars[zeros.index(True) - 1]
                 continue
-            if not _moves(eqn):
+            if (step := _step(eqn, var)) is None:
                 return None
-            after.insert(0, eqn)
-            var = eqn.invars[0]
+            after.insert(0, step)
+            var = step.moving
         numbers = self.params["length"] * sum(math.prod(v.aval.shape) for v in _operands(eqn))
         size = math.prod(eqn.outvars[0].aval.shape) * (1 if sums else self.params["length"])
         return _Taken(eqn=eqn, after=after) if numbers <= STACKED * size else None
@@ -217,11 +238,10 @@ class Scan:
 
     def _moved_sum(self, part: Any, outer: dict[Any, Any]) -> Any:
         """The sum over all steps of a variable that is a moved form of an operand."""
-        after: list[Any] = []
+        after: list[_Step] = []
         while part not in outer:
-            eqn = self.producer[part]
-            after.insert(0, eqn)
-            part = eqn.invars[0]
+            after.insert(0, _Step(eqn=self.producer[part]))
+            part = after[0].moving
         return _follow(after, outer[part].sum(0))
 
 
@@ -250,6 +270,20 @@ def _moves(eqn: Any) -> bool:
         return math.prod(eqn.invars[0].aval.shape) == math.prod(eqn.outvars[0].aval.shape)
     real = all(not jnp.issubdtype(v.aval.dtype, jnp.complexfloating) for v in eqn.invars)
     return name in MOVES and real
+
+
+def _step(eqn: Any, var: Any) -> _Step | None:
+    """The linear step that gives `var` of one other variable, if it is one that can be done behind a scan as well."""
+    name = eqn.primitive.name
+    if _moves(eqn):
+        return _Step(eqn=eqn)
+    variables = [n for n, v in enumerate(eqn.invars) if not isinstance(v, jex.Literal)]
+    real = all(not jnp.issubdtype(v.aval.dtype, jnp.complexfloating) for v in eqn.invars)
+    if name not in PARTS or not real or len(variables) != 1:
+        return None
+    if name in ("div", "pad") and (variables != [0] or (name == "pad" and np.any(np.asarray(eqn.invars[1].val)))):
+        return None
+    return _Step(eqn=eqn, operand=variables[0], output=eqn.outvars.index(var))
 
 
 def _operands(eqn: Any) -> list[Any]:
@@ -337,7 +371,7 @@ def _moved(taken: _Taken, value: Any) -> Any:
     return _follow(taken.after, value)
 
 
-def _follow(eqns: Sequence[Any], value: Any) -> Any:
-    for eqn in eqns:
-        value = eqn.primitive.bind(value, **eqn.primitive.get_bind_params(eqn.params))
+def _follow(steps: Sequence[_Step], value: Any) -> Any:
+    for step in steps:
+        value = step(value)
     return value

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import importlib.util
 import json
 import os
 import subprocess
@@ -22,6 +24,7 @@ import issue30
 import jacstore
 import layerwise
 import mnist_all_outputs
+import model_zoo
 import precision
 import soak
 import transformer
@@ -311,6 +314,72 @@ def test_torch_rows_compares_bytes_speed_and_rows(tmp_path: Path) -> None:
     assert [row["net"] for row in table] == ["mlp", "cnn", "text"]
     assert all(row["largest_row_error"] <= 1e-5 and row["bytes_stored"] < row["bytes_dense"] for row in table)
     assert all(row["examples_per_second"] > 0 and row["jacrev_per_second"] > 0 and row["factored"] for row in table)
+
+
+# Models whose products all have factors: the most of their parameters that are rows beside normalisation and early
+# convolutions, in per cent. Of the others errors are tested only.
+FACTORED = {
+    "flax_resnet18": 1,
+    "flax_vit": 1,
+    "flax_lstm": 5,
+    "flax_scanned_layers": 2,
+    "nnx_transformer": 1,
+    "equinox_cnn": 12,
+    "haiku_mlp": 1,
+    "haiku_cnn": 5,
+    "torch_resnet18": 2,
+    "torch_bert": 2,
+    "torch_llama": 1,
+    "torch_t5_encoder": 2,
+}
+ZOO = {
+    ("flax",): ["flax_lstm"],
+    ("haiku",): ["haiku_mlp"],
+    ("torch",): ["torch_lora"],
+}
+
+
+def run_zoo(folder: Path, models: list[str]) -> None:
+    words = ("--size", "tiny", "--memory", "1GB", "--models", ",".join(models), "--out", "zoo.csv")
+    run(folder, str(ROOT / "pipelines" / "model_zoo.py"), *words)
+    with open(folder / "zoo.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["model"] for row in rows] == models
+    for row in rows:
+        assert 0 < float(row["largest_error"]) <= 4e-6, row
+        assert float(row["share_rows_apart"]) <= FACTORED.get(row["model"], 100) / 100, row
+
+
+@pytest.mark.parametrize("libraries", ZOO, ids="-".join)
+def test_models_of_other_libraries_have_the_rows_of_their_own_framework_and_factors(tmp_path, libraries):
+    for library in libraries:
+        _needed(library)
+    run_zoo(tmp_path, ZOO[libraries])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", sorted(set(model_zoo.MODELS) - {name for names in ZOO.values() for name in names}))
+def test_the_rest_of_the_models_have_the_rows_of_their_own_framework_and_factors(tmp_path, model):
+    library = {"nnx": "flax", "torch": "transformers"}.get(model.split("_")[0], model.split("_")[0])
+    _needed(library)
+    run_zoo(tmp_path, [model])
+
+
+def _needed(library: str) -> None:
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+
+
+def test_a_model_whose_library_is_missing_is_left_out_with_one_line(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "haiku", None)
+    assert model_zoo.main(["--size", "tiny", "--models", "haiku_mlp"]) == []
+    assert capsys.readouterr().out == "haiku_mlp: left out, haiku is not installed (pip install 'jacstore[zoo]')\n"
+
+
+def test_a_model_that_the_zoo_does_not_have_is_refused_with_those_it_has(capsys):
+    with pytest.raises(SystemExit):
+        model_zoo.main(["--models", "haiku_mlp,vgg"])
+    assert "--models vgg: allowed are flax_resnet18, flax_vit" in capsys.readouterr().err
 
 
 def test_implicit_and_expanded_contractions_give_one_kernel() -> None:

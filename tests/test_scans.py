@@ -51,6 +51,40 @@ def lstm(params, x):
     return two(jax.lax.scan(step, (jnp.zeros(H, x.dtype), jnp.zeros(H, x.dtype)), x)[0][0])
 
 
+def gates_side_by_side(params, x):
+    """An LSTM whose gates have weights of their own, joined for one product: their gradients are parts of it."""
+
+    def step(carry, xt):
+        h, c = carry
+        kernels = jnp.concatenate([params[gate] for gate in "fgio"], -1)
+        f, g, i, o = jnp.split(jnp.concatenate([xt, h]) @ kernels, 4, -1)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(c)
+        return (h, c), None
+
+    return two(jax.lax.scan(step, (jnp.zeros(H, x.dtype), jnp.zeros(H, x.dtype)), x)[0][0])
+
+
+def parts_of_one_weight(params, x):
+    """A weight used reversed, halved and in slices at every step."""
+
+    def step(h, xt):
+        h = jnp.tanh(h @ params[:H, ::-1] / 2 + xt @ params[H:])
+        return h, h
+
+    return two(jax.lax.scan(step, jnp.zeros(H, x.dtype), x)[1])
+
+
+def layers_in_parts(params, x):
+    """Scanned layers whose stacked weights are joined and halved for their product."""
+
+    def step(h, layer):
+        a, b = jnp.split(h @ (jnp.concatenate([layer["a"], layer["b"]], -1) / 2), 2, -1)
+        return h + jnp.tanh(a) * b, None
+
+    return two(jax.lax.scan(step, x, params)[0])
+
+
 def mapped(params, x):
     return two(jax.lax.map(lambda xt: jnp.tanh(xt @ params["w"] + params["v"]) @ params["u"], x))
 
@@ -114,6 +148,19 @@ FOUND = {
     "rnn": (rnn, RNN, SEQUENCES, "dot dot dot"),
     "rnn, backwards": (lambda p, x: rnn(p, x, reverse=True), RNN, SEQUENCES, "dot dot dot"),
     "lstm": (lstm, LSTM, SEQUENCES, "dot dot dot"),
+    "lstm of gates side by side": (
+        gates_side_by_side,
+        {gate: normal(C + H, H, seed=n) for n, gate in enumerate("fgio")},
+        SEQUENCES,
+        "dot dot dot dot",
+    ),
+    "parts of one weight": (parts_of_one_weight, normal(H + C, H), SEQUENCES, "dot+dot"),
+    "layers in parts": (
+        layers_in_parts,
+        {"a": normal(L, H, H), "b": normal(L, H, H, seed=8)},
+        normal(4, H),
+        "dot dot",
+    ),
     "map": (mapped, RNN, SEQUENCES, "dot dot dot"),
     "scanned layers": (layers, STACK, normal(4, H), "dot dot"),
     "scanned layers under remat": (lambda p, x: layers(p, x, jax.checkpoint), STACK, normal(4, H), "dot dot"),
