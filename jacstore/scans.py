@@ -113,7 +113,7 @@ class Scan:
             if (one := self._product(var, sums=False)) is not None:
                 plan.stacked[n] = one
         # Sums of cotangents, such as biases, follow the products whose operands they are.
-        held = {v for taken in plan.products for v in taken.eqn.invars}
+        held = {v for taken in plan.products for v in _operands(taken.eqn)}
         for n, parts in added.items():
             if parts and all(not isinstance(part, jex.Literal) and self._root(part) in held for part in parts):
                 plan.plain[n] = parts
@@ -221,7 +221,8 @@ class Scan:
             unroll=self.params["unroll"],
         )
         outer.update(zip(extra, ys[len(kept_ys) :], strict=True))
-        outer.update((self.ys[n], value) for n, value in zip(kept_ys, ys, strict=False) if self.ys[n] in operands)
+        own = [(self.ys[n], value) for n, value in zip(kept_ys, ys, strict=False)]
+        outer.update((v, value) for v, value in own if not isinstance(v, jex.Literal) and v in operands)
         carried = dict(zip(kept_carry, last, strict=True))
         for n, products in plan.sums.items():
             carried[n] = init[n]

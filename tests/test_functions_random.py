@@ -704,7 +704,9 @@ def convolution(f: Function) -> None:
     padding = f.one_of(["SAME", "VALID"] if fits else ["SAME"])
     if f.chance(0.3) and fits:
         padding = [(f.number(-1 if s - r > 2 else 0, 2), f.number(0, 2)) for s, r in zip(space, reach, strict=True)]
-    if padding == "SAME":
+    if padding == "VALID":
+        padding = [(0, 0)] * n
+    elif padding == "SAME":
         padding = [(r // 2, r - r // 2) for r in reach]
     layout = f.one_of([f"{axes}IO", f"OI{axes}", f"I{axes}O"])
     sizes = {"I": c // groups, "O": d, **dict(zip(axes, window, strict=True))}
@@ -733,7 +735,7 @@ def convolution(f: Function) -> None:
 def pooled(f: Function) -> None:
     if len(f.shape) < 2 or f.shape[0] < 2:
         return activation(f)
-    step(f, (f.shape[0] // 2, *f.shape[1:]), lambda p, x: x[: len(x) // 2 * 2].reshape(-1, 2, *x.shape[1:]).max(1))
+    step(f, (f.shape[0] // 2, *f.shape[1:]), lambda p, x: jnp.maximum(x[: len(x) // 2 * 2 : 2], x[1::2]))
     return None
 
 

@@ -184,8 +184,8 @@ FOUND = {
         np.random.default_rng(0).integers(0, 60, (4, T)),
         "dot index dot",
     ),
-    "sums so far": (sums_so_far, normal(C, H), SEQUENCES, "dot"),
-    "sums so far, read": (lambda p, x: sums_so_far(p, x, jnp.tanh), normal(C, H), SEQUENCES, "dot"),
+    "sums so far": (sums_so_far, normal(C, H), SEQUENCES, "dense"),
+    "sums so far, read": (lambda p, x: sums_so_far(p, x, jnp.tanh), normal(C, H), SEQUENCES, "dense"),
     "inside and outside": (inside_and_outside, normal(16, 16), normal(4, 3, 16), "dot+dot+dot"),
 }
 
