@@ -21,6 +21,8 @@ from jacstore.threads import all_done
 
 # Examples of a tile that a single thread multiplies: cutting it up would cost more than it gains.
 LEAST_SPLIT = 128
+# Blocks of a tile that is not small, enough for the cores of most machines.
+LEAST_BLOCKS = 16
 # Rows of a symmetric product that BLAS takes whole; see the limit in factorization.py.
 SYRK_ROWS = 8192
 PRECISIONS = ("float64", "float32", "fast")
@@ -139,7 +141,7 @@ class BlasEngine:
                 total += part
             return total
         same = a is b and rows == cols
-        down, along = _cut(m, n, a.block(PRODUCT_BYTES // self.factor_dtype.itemsize), self._threads)
+        down, along = _cut(m, n, a.block(PRODUCT_BYTES // self.factor_dtype.itemsize))
         jobs = [
             (slice(i, min(i + down, m)), slice(j, min(j + along, n)))
             for i in range(0, m, down)
@@ -157,7 +159,7 @@ class BlasEngine:
                 for part in a.parts(mode, left, b, right, matmul=self._buffers.matmul):
                     target += part
 
-        if len(jobs) < 2 or self._threads < 2:
+        if len(jobs) < 2:
             # All BLAS threads for a single job.
             for job in jobs:
                 one(job)
@@ -188,14 +190,15 @@ class _Buffers(threading.local):
         return np.matmul(x, y, out=held[: math.prod(shape)].reshape(shape))
 
 
-def _cut(m: int, n: int, block: tuple[int, int], threads: int) -> tuple[int, int]:
-    """Examples down and along of the blocks of a tile: about `block`, in an even number, no less than the threads.
+def _cut(m: int, n: int, block: tuple[int, int]) -> tuple[int, int]:
+    """Examples down and along of the blocks of a tile: about `block`, in an even number, at least `LEAST_BLOCKS`.
 
-    As with the threads of BLAS, more of them cut rows and columns but no sum, so that the bits do not depend on them.
+    The blocks do not depend on the number of threads: on some processors BLAS rounds a product by its shape, so that
+    other blocks would be other bits.
     """
     down = m if m <= min(block[0], LEAST_SPLIT) else -(-m // (2 * -(-m // (2 * block[0]))))
     along = -(-n // -(-n // block[1]))
-    while -(-m // down) * -(-n // along) < threads and max(down, along) > LEAST_SPLIT:
+    while -(-m // down) * -(-n // along) < LEAST_BLOCKS and max(down, along) > LEAST_SPLIT:
         if along >= down:
             along = -(-along // 2)
         else:

@@ -61,7 +61,7 @@ def outputs_of(flat: Flat, parameters: Parameters, example: Any) -> np.ndarray:
     """Outputs `(K,)` of one example, holes filled as for the probe."""
     example = jax.tree_util.tree_map(_filled, example)
     with calling(example):
-        return np.asarray(jax.jit(flat)(parameters.selected, parameters.rest, example))
+        return np.asarray(_or_forgotten(lambda: jax.jit(flat)(parameters.selected, parameters.rest, example)))
 
 
 def probe_upcast(as_given: np.ndarray, in_float64: np.ndarray) -> None:
@@ -87,7 +87,7 @@ def probe_upcast(as_given: np.ndarray, in_float64: np.ndarray) -> None:
 def _two_calls(flat: Flat, parameters: Parameters, example: Any) -> tuple[np.ndarray, np.ndarray]:
     """Outputs of two calls, each traced anew; a program that comes out the same both times is compiled once."""
     arguments = (parameters.selected, parameters.rest, example)
-    first = _traced_anew(flat, arguments)
+    first = _or_forgotten(lambda: _traced_anew(flat, arguments))
     program = first.lower().compile()
     once = np.asarray(program(*arguments))
     # A jit inside apply keeps what it traced, and with it the first call's noise.
@@ -96,6 +96,19 @@ def _two_calls(flat: Flat, parameters: Parameters, example: Any) -> tuple[np.nda
     if not same_program(first.jaxpr, second.jaxpr):
         program = second.lower().compile()
     return once, np.asarray(program(*arguments))
+
+
+def _or_forgotten(call: Callable[[], Any]) -> Any:
+    """A call that traces, once more with JAX's caches emptied where it ends in a TypeError.
+
+    JAX 0.10 keeps what it made of an index array that a function closes over, also where 64-bit types were switched on
+    or off since, and then ends in an error of types.
+    """
+    try:
+        return call()
+    except TypeError:
+        jax.clear_caches()
+        return call()
 
 
 def _traced_anew(flat: Flat, arguments: tuple[Any, ...]) -> Any:
