@@ -18,6 +18,7 @@ from helpers_process import MAIN, contents, environment, invoke, run_command, wr
 
 import jacstore
 import jacstore.terminal
+import jacstore.wording
 from jacstore import StoreWriter, build
 from jacstore.testing import TOLERANCE, mlp, row_error
 
@@ -313,6 +314,20 @@ def test_the_plan_of_a_build_is_printed_and_nothing_is_written(target, tmp_path)
     assert facts["bytes_to_store"] == 10 * 3 * 66 * 4 and facts["bytes_free"] > 0
     assert isinstance(facts["storing_pays"], bool) and facts["recompute_passes"] >= 1
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("pays", "passes", "said", "unsaid"),
+    [
+        (True, 1.5, "storing pays", "does not"),
+        (False, 1.0, "keep J in RAM with jacstore.build(problem, None), or call jacstore.ntk", "memory://"),
+        (False, 1.5, "give more --memory (memory=)", "keep J in RAM"),
+    ],
+)
+def test_a_plan_in_which_storing_does_not_pay_says_what_to_do_instead(target, tmp_path, pays, passes, said, unsaid):
+    facts = one_object("build", target, "--out", tmp_path / "run.jac", "--dry-run")
+    last = jacstore.wording.plan_build({**facts, "storing_pays": pays, "recompute_passes": passes}).splitlines()[-1]
+    assert last.startswith("against it ") and said in last and unsaid not in last
 
 
 def test_the_plan_of_a_gram_is_printed_and_nothing_is_written(finished, tmp_path):
