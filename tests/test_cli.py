@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,17 @@ import numpy as np
 import pytest
 import zarr
 from helpers_kill import Job, run_job
-from helpers_process import MAIN, contents, environment, invoke, run_command, write_target
+from helpers_process import (
+    LATCHED,
+    LATCHED_LINALG,
+    MAIN,
+    Command,
+    contents,
+    environment,
+    invoke,
+    run_command,
+    write_target,
+)
 
 import jacstore
 import jacstore.terminal
@@ -300,6 +311,48 @@ def test_the_spectrum_of_a_kernel_is_printed(kernels):
     assert "--top 0" in failed("spectrum", kernels[0], "--top", 0)
     assert "rectangular" in failed("spectrum", kernels[1])
     assert "memory" in failed("spectrum", kernels[0], "--memory", "1kB")
+
+
+# --- signals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("verify", "run.ntk", "--full"), LATCHED),
+        (("verify", "run.jac"), LATCHED),
+        (("spectrum", "run.ntk"), LATCHED_LINALG),
+        (
+            ("predict", "run.ntk", "cross.ntk", "--labels", "labels.npy", "--alpha", "1,2", "--out", "p.npy"),
+            LATCHED_LINALG,
+        ),
+        (("sample", "run.jac", "--alpha", "1", "--n", "2", "--key", "3", "--out", "s.npy"), LATCHED),
+    ],
+)
+def test_a_signal_ends_work_that_does_not_end_and_the_same_command_does_it_then(
+    kernels, finished, tmp_path, name, words, code
+):
+    words = tuple(str(placed(word, finished, tmp_path)) for word in words)
+    before = contents(tmp_path)
+    latch = tmp_path / "latch"
+    latch.mkdir()
+    with Command(*words, code=code, LATCH=str(latch), LATCH_COLUMN="0") as command:
+        command.wait_for(lambda: list(latch.iterdir()))
+        os.kill(command.process.pid, getattr(signal, name))
+        # What holds it up is never let go.
+        status, stdout, stderr = command.finish()
+    doing = "to continue" if words[0] == "sample" else "to start anew"
+    assert (status, stdout) == (130, ""), stderr
+    assert stderr == f"jacstore: {name}: interrupted, nothing is lost; {doing}: jacstore {' '.join(words)}\n"
+    left = contents(tmp_path)
+    assert before.items() <= left.items() and not [path for path in left if "lock-" in path]
+    done(*words)
+
+
+def placed(word, finished, folder):
+    """A word of a command, with the folder where it names a file."""
+    return finished if word == "run.jac" else folder / word if "." in word else word
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
