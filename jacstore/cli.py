@@ -11,6 +11,9 @@ import click
 from jacstore import wording
 from jacstore.terminal import Lines, OneLineErrors, Shared, Stop, common, run, with_warnings
 
+# What the same command does after a signal, where it keeps nothing unfinished.
+ANEW = "to start anew"
+
 
 @click.group(cls=OneLineErrors, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="jacstore")
@@ -167,7 +170,7 @@ def verify(
         found = jacstore.verify(path, target, list(store) or None, samples=samples, full=full, memory=memory)
         return found.to_dict()
 
-    run(work, wording.verify, shared, judge=wording.first_failure)
+    run(work, wording.verify, shared, judge=wording.first_failure, at_once=ANEW)
 
 
 @main.command()
@@ -198,7 +201,7 @@ def predict(shared: Shared, kernel: str, cross: str, labels: str, out: str, **op
 
         return with_warnings(lambda: prediction.predict(kernel, cross, labels, out, **options))
 
-    run(work, wording.predict, shared)
+    run(work, wording.predict, shared, at_once=ANEW)
 
 
 @main.command()
@@ -221,7 +224,7 @@ def spectrum(shared: Shared, kernel: str, top: int, alpha: str | None, memory: s
         alphas = None if alpha is None else parse_alphas(alpha)
         return with_warnings(lambda: describe_spectrum(kernel, top, alphas, memory))
 
-    run(work, wording.spectrum, shared)
+    run(work, wording.spectrum, shared, at_once=ANEW)
 
 
 @main.command()
@@ -260,4 +263,4 @@ def sample(shared: Shared, store: str, kernel: str | None, **options: Any) -> No
             "seconds_total": time.monotonic() - started,
         }
 
-    run(work, wording.sample, shared)
+    run(work, wording.sample, shared, at_once="to continue")

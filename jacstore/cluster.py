@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from queue import Empty, SimpleQueue
@@ -12,7 +13,7 @@ from typing import Any
 import dask
 from dask.base import compute
 from dask.delayed import delayed
-from distributed import Client, KilledWorker, LocalCluster
+from distributed import Client, KilledWorker, LocalCluster, Nanny
 
 from jacstore.errors import Interrupted, Refused
 from jacstore.item import run_item
@@ -95,6 +96,44 @@ def connect(address: str) -> Iterator[Any]:
         client.close()
 
 
+class _HiddenMain:
+    """The main module made one of no file while processes are spawned: they would run it again, as a script.
+
+    Spawned processes do so for functions that are defined there; what runs on ours is defined in jacstore. The module
+    itself stays, so that threads of the caller find and send what is in it.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._inside = threading.Lock(), 0
+        self._module: dict[str, Any] = {}
+        self._kept: dict[str, Any] = {}
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                self._module = vars(sys.modules["__main__"])
+                self._kept = {name: self._module[name] for name in ("__spec__", "__file__") if name in self._module}
+                self._module.update(dict.fromkeys(self._kept))
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._module.update(self._kept)
+
+
+_HIDDEN_MAIN = _HiddenMain()
+
+
+class _Nanny(Nanny):
+    """Starts a worker, and another one when it dies, without the script that called us."""
+
+    async def instantiate(self) -> Any:
+        with _HIDDEN_MAIN:
+            return await super().instantiate()
+
+
 @contextlib.contextmanager
 def cluster_at(scheduler: str, workers: int) -> Iterator[Any]:
     """A client of a cluster: a local one of single-threaded spawned processes, or the one at an address."""
@@ -113,6 +152,7 @@ def cluster_at(scheduler: str, workers: int) -> Iterator[Any]:
             n_workers=workers,
             threads_per_worker=1,
             processes=True,
+            worker_class=_Nanny,
             dashboard_address="127.0.0.1:0",
             # jacstore keeps its own budget; a killed worker would only repeat its item.
             memory_limit=0,

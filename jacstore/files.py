@@ -22,7 +22,7 @@ from typing import BinaryIO, Protocol
 
 import numpy as np
 
-from jacstore import exclusive
+from jacstore import exclusive, leaving
 from jacstore.errors import Damaged, Refused
 from jacstore.machine import format_size
 
@@ -355,7 +355,8 @@ class Memory:
             self._held[name] = data
             if self._folder is None and self._total > self.limit:
                 self._folder = Folder(tempfile.mkdtemp(prefix="jacstore-"))
-                weakref.finalize(self, shutil.rmtree, self._folder.root, ignore_errors=True)
+                removal = weakref.finalize(self, shutil.rmtree, self._folder.root, ignore_errors=True)
+                leaving.holds(removal, removal)
             if self._folder is not None:
                 for held_name in list(self._held):
                     self._folder.write(held_name, [self._held.pop(held_name)])

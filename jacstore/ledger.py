@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jacstore import machine
+from jacstore import leaving, machine
 from jacstore.errors import Damaged, Interrupted, Locked, Mismatch, Refused
 from jacstore.files import Files, Folder, explain
 from jacstore.progress import Listener, Noted, Waiting
@@ -204,9 +204,14 @@ class Lock:
             )
         self._thread = threading.Thread(target=self._beat, name="jacstore-heartbeat", daemon=True)
         self._thread.start()
+        leaving.holds(self, self._release)
         return self
 
     def __exit__(self, *_: object) -> None:
+        leaving.gave_up(self)
+        self._release()
+
+    def _release(self) -> None:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()

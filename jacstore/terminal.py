@@ -5,22 +5,27 @@ Exit codes: 0 done; 2 the user must change something; 3 data failed a check; 130
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import json
+import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import click
 
+from jacstore import leaving
 from jacstore.errors import Damaged, JacstoreError, one_line, printable
 from jacstore.progress import BatchDone, Event, ItemDone, Noted, SlabDone, Started, UnitDone, Waiting
 
 SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1")
+# How often a signal is looked for where a system does not wake who waits, and how long work may take to end by itself.
+LOOK_SECONDS, GRACE_SECONDS = 0.1, 0.5
 
 
 class Stop:
@@ -149,12 +154,16 @@ def run(
     text: Callable[[dict[str, Any]], str],
     shared: Shared,
     judge: Callable[[dict[str, Any]], str] = lambda report: "",
+    at_once: str | None = None,
 ) -> None:
-    """Do the work, print its report; turn errors, and what `judge` says of it, into one line and an exit code."""
+    """Do the work, print its report; turn errors, and what `judge` says of it, into one line and an exit code.
+
+    With `at_once` a signal does not wait for the work; the words say what the same command does then.
+    """
     stop, lines = Stop(), Lines(shared.quiet)
     stop.install()
     try:
-        report = work(lines, stop)
+        report = work(lines, stop) if at_once is None else _interruptible(work, lines, stop, at_once)
         lines.close()
         said = json.dumps(_plain(report)) if shared.as_json else text(report)
         click.echo("\n".join(printable(line) for line in said.split("\n")))
@@ -181,6 +190,61 @@ def run(
             f"{type(error).__name__}: {error}{notes}; this is a fault in jacstore or its surroundings"
         )
         _fail(problem.with_traceback(error.__traceback__), 2, shared.debug, stop)
+
+
+def _interruptible(
+    work: Callable[[Lines, Stop], dict[str, Any]], lines: Lines, stop: Stop, again: str
+) -> dict[str, Any]:
+    """What the work returns or raises. After a signal the process leaves, though LAPACK may run for minutes more.
+
+    NumPy's LAPACK and BLAS let this thread run meanwhile. SciPy's do not: a signal waits for the call that runs.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return work(lines, stop)
+    done, found = threading.Event(), _Outcome()
+    context = contextvars.copy_context()
+
+    def do() -> None:
+        try:
+            found.report = context.run(work, lines, stop)
+        except BaseException as error:
+            found.error = error
+        done.set()
+
+    threading.Thread(target=do, name="jacstore-command", daemon=True).start()
+    # Only the main thread hears signals, and only between steps of Python.
+    while not done.wait(LOOK_SECONDS):
+        if stop() and not _ended(done):
+            _leave(lines, stop, again)
+    if found.error is not None:
+        raise found.error
+    return found.report
+
+
+@dataclass
+class _Outcome:
+    """Of work in another thread."""
+
+    report: dict[str, Any] = field(default_factory=dict)
+    error: BaseException | None = None
+
+
+def _ended(done: threading.Event) -> bool:
+    """Whether work that asks for signals ends by itself; not waited for once there is a second one."""
+    try:
+        return done.wait(GRACE_SECONDS)
+    except KeyboardInterrupt:
+        return False
+
+
+def _leave(lines: Lines, stop: Stop, again: str) -> None:
+    """End the process in the middle of its work, which needs no more than a kill to be safe."""
+    lines.close()
+    leaving.give_all_up()
+    click.echo(f"jacstore: {stop.received}: interrupted, nothing is lost; {again}: {_command_line()}", err=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(130)
 
 
 def _fail(error: BaseException, code: int, debug: bool, stop: Stop) -> None:

@@ -58,9 +58,6 @@ def gram(r: dict[str, Any]) -> str:
 
 
 def plan_build(r: dict[str, Any]) -> str:
-    verdict = (
-        "storing pays" if r["storing_pays"] else "storing does not pay: --out memory:// or jacstore.ntk may be faster"
-    )
     return "\n".join(
         [
             *_continued(r, "units"),
@@ -75,8 +72,21 @@ def plan_build(r: dict[str, Any]) -> str:
             f"at 500 MB/s, {r['expected_seconds_compile']:.3g} s compiling; they overlap",
             *_leaf_lines(r["terms"]),
             f"against it    a kernel without a store computes J {r['recompute_passes']:.1f} times in this memory: "
-            f"{r['expected_seconds_recompute']:.3g} s against {r['expected_seconds_store']:.3g} s: {verdict}",
+            f"{r['expected_seconds_recompute']:.3g} s against {r['expected_seconds_store']:.3g} s: {_verdict(r)}",
         ]
+    )
+
+
+def _verdict(r: dict[str, Any]) -> str:
+    """Whether storing pays for one kernel, and what to do instead where it does not."""
+    if r["storing_pays"]:
+        return "storing pays"
+    if r["recompute_passes"] > 1:
+        # What is kept in RAM would go to a temporary folder, which is storing again.
+        return "storing does not pay for one kernel, and RAM does not hold J: give more --memory (memory=)"
+    return (
+        "storing does not pay for one kernel alone: keep J in RAM with jacstore.build(problem, None), or call "
+        "jacstore.ntk; a store serves every later kernel, and other processes"
     )
 
 

@@ -18,6 +18,8 @@ SECONDS = 120
 MAIN = "from jacstore.cli import main; main()"
 # The kernel of one item, held up at the slab that begins at or after column `LATCH_COLUMN`.
 LATCHED = "import helpers_process; helpers_process.hold_reads(); from jacstore.cli import main; main()"
+# Eigenvalues that never come.
+LATCHED_LINALG = "import helpers_process; helpers_process.hold_linalg(); from jacstore.cli import main; main()"
 # All of the command line with many small slabs and a checkpoint after each.
 TINY_SLABS = 14
 
@@ -158,6 +160,21 @@ def hold_reads() -> None:
         return read(self, array, start, stop, first, last, out)
 
     JacobianStore.read = held
+
+
+def hold_linalg() -> None:
+    """Make eigenvalues take forever, all of it in LAPACK, and leave `LATCH/reached-PID`."""
+    import numpy as np
+
+    def endless(real):
+        def held(matrix):
+            (Path(os.environ["LATCH"]) / f"reached-{os.getpid()}").touch()
+            while True:
+                real(np.eye(300))
+
+        return held
+
+    np.linalg.eigh, np.linalg.eigvalsh = endless(np.linalg.eigh), endless(np.linalg.eigvalsh)
 
 
 def contents(folder: Path, *below: str) -> dict[str, bytes]:

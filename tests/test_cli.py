@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +15,21 @@ import numpy as np
 import pytest
 import zarr
 from helpers_kill import Job, run_job
-from helpers_process import MAIN, contents, environment, invoke, run_command, write_target
+from helpers_process import (
+    LATCHED,
+    LATCHED_LINALG,
+    MAIN,
+    Command,
+    contents,
+    environment,
+    invoke,
+    run_command,
+    write_target,
+)
 
 import jacstore
 import jacstore.terminal
+import jacstore.wording
 from jacstore import StoreWriter, build
 from jacstore.testing import TOLERANCE, mlp, row_error
 
@@ -301,6 +313,48 @@ def test_the_spectrum_of_a_kernel_is_printed(kernels):
     assert "memory" in failed("spectrum", kernels[0], "--memory", "1kB")
 
 
+# --- signals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("verify", "run.ntk", "--full"), LATCHED),
+        (("verify", "run.jac"), LATCHED),
+        (("spectrum", "run.ntk"), LATCHED_LINALG),
+        (
+            ("predict", "run.ntk", "cross.ntk", "--labels", "labels.npy", "--alpha", "1,2", "--out", "p.npy"),
+            LATCHED_LINALG,
+        ),
+        (("sample", "run.jac", "--alpha", "1", "--n", "2", "--key", "3", "--out", "s.npy"), LATCHED),
+    ],
+)
+def test_a_signal_ends_work_that_does_not_end_and_the_same_command_does_it_then(
+    kernels, finished, tmp_path, name, words, code
+):
+    words = tuple(str(placed(word, finished, tmp_path)) for word in words)
+    before = contents(tmp_path)
+    latch = tmp_path / "latch"
+    latch.mkdir()
+    with Command(*words, code=code, LATCH=str(latch), LATCH_COLUMN="0") as command:
+        command.wait_for(lambda: list(latch.iterdir()))
+        os.kill(command.process.pid, getattr(signal, name))
+        # What holds it up is never let go.
+        status, stdout, stderr = command.finish()
+    doing = "to continue" if words[0] == "sample" else "to start anew"
+    assert (status, stdout) == (130, ""), stderr
+    assert stderr == f"jacstore: {name}: interrupted, nothing is lost; {doing}: jacstore {' '.join(words)}\n"
+    left = contents(tmp_path)
+    assert before.items() <= left.items() and not [path for path in left if "lock-" in path]
+    done(*words)
+
+
+def placed(word, finished, folder):
+    """A word of a command, with the folder where it names a file."""
+    return finished if word == "run.jac" else folder / word if "." in word else word
+
+
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
 
@@ -313,6 +367,20 @@ def test_the_plan_of_a_build_is_printed_and_nothing_is_written(target, tmp_path)
     assert facts["bytes_to_store"] == 10 * 3 * 66 * 4 and facts["bytes_free"] > 0
     assert isinstance(facts["storing_pays"], bool) and facts["recompute_passes"] >= 1
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("pays", "passes", "said", "unsaid"),
+    [
+        (True, 1.5, "storing pays", "does not"),
+        (False, 1.0, "keep J in RAM with jacstore.build(problem, None), or call jacstore.ntk", "memory://"),
+        (False, 1.5, "give more --memory (memory=)", "keep J in RAM"),
+    ],
+)
+def test_a_plan_in_which_storing_does_not_pay_says_what_to_do_instead(target, tmp_path, pays, passes, said, unsaid):
+    facts = one_object("build", target, "--out", tmp_path / "run.jac", "--dry-run")
+    last = jacstore.wording.plan_build({**facts, "storing_pays": pays, "recompute_passes": passes}).splitlines()[-1]
+    assert last.startswith("against it ") and said in last and unsaid not in last
 
 
 def test_the_plan_of_a_gram_is_printed_and_nothing_is_written(finished, tmp_path):

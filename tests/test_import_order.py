@@ -22,6 +22,7 @@ FLOORS = {
         "machine",
         "blas_threads",
         "exclusive",
+        "leaving",
         "files",
         "report",
         "schema",
@@ -142,10 +143,10 @@ FLOOR = {module: floor for floor, modules in FLOORS.items() for module in module
 # What a module may import from its own floor.
 NEIGHBOURS = {
     "exclusive": {"machine"},
-    "files": {"errors", "exclusive", "machine"},
+    "files": {"errors", "exclusive", "leaving", "machine"},
     "machine": {"cgroups", "errors"},
     "schema": {"errors"},
-    "terminal": {"errors", "progress"},
+    "terminal": {"errors", "leaving", "progress"},
     "wording": {"machine"},
     "pytrees": {"blame"},
     "inputs": {"blame", "pytrees"},

@@ -7,6 +7,8 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +20,7 @@ import pytest
 from dask.base import get_scheduler
 from distributed import Client, LocalCluster
 from helpers_errors import refusal
-from helpers_process import SECONDS, contents, hold_reads, invoke
+from helpers_process import SECONDS, contents, environment, hold_reads, invoke
 
 import jacstore
 import jacstore.schedule
@@ -174,6 +176,53 @@ def test_two_clusters_may_run_on_one_machine(store, tmp_path):
             # Somebody else has it already, which is as good.
             pass
         assert gram(store, out=tmp_path / "run.ntk", scheduler="processes", workers=1, tile=7).complete
+
+
+SCRIPT = """
+import os, sys
+from pathlib import Path
+
+with open("runs", "a") as file:
+    file.write(f"{os.getpid()} ")
+
+import jacstore
+
+if sys.argv[1:]:
+    import test_scheduler
+    test_scheduler.kill_a_worker()
+for name in ("first.ntk", "second.ntk"):
+    kernel = jacstore.gram("run.jac", out=name, scheduler="processes", workers=2, tile=7)
+print(Path(__file__).name, __spec__, kernel.complete)
+"""
+
+
+def kill_a_worker():
+    """Before the first item is handed out, kill a worker and wait for the one that takes its place."""
+    submit = Client.submit
+
+    def killing(self, *args, **words):
+        Client.submit = submit
+        (address, pid), *_ = self.run(os.getpid).items()
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: address not in (there := self.scheduler_info()["workers"]) and len(there) == 2)
+        return submit(self, *args, **words)
+
+    Client.submit = killing
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_script_without_a_guard_is_not_run_again_by_its_workers(store, alone, rows, tmp_path, killed):
+    shutil.copytree(store, tmp_path / "run.jac")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "script.py", *["killed"] * killed]
+    run = subprocess.run(
+        command, cwd=tmp_path, check=False, capture_output=True, text=True, timeout=SECONDS, env=environment()
+    )
+    assert (run.returncode, run.stdout, run.stderr) == (0, "script.py None True\n", "")
+    assert len((tmp_path / "runs").read_text().split()) == 1
+    for name in ("first.ntk", "second.ntk"):
+        kernel = jacstore.open(tmp_path / name)
+        assert kernel.complete and kernel_error(values(kernel), alone, rows) <= FLOAT32
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,26 @@
+"""In: what this process holds that outlives it. Out: it is given up when the process leaves in the middle of work."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+_HELD: dict[int, Callable[[], Any]] = {}
+
+
+def holds(owner: object, release: Callable[[], Any]) -> None:
+    """Have `release` called if the process leaves before `gave_up(owner)`."""
+    _HELD[id(owner)] = release
+
+
+def gave_up(owner: object) -> None:
+    """Nothing is held any more."""
+    _HELD.pop(id(owner), None)
+
+
+def give_all_up() -> None:
+    """Release all that is held, as far as that goes: what fails stays, as after a kill."""
+    while _HELD:
+        with contextlib.suppress(Exception):
+            _HELD.popitem()[1]()
