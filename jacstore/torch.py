@@ -76,7 +76,7 @@ def build(
     Returns
     -------
     JacobianStore
-        With `.report`; `report["vmap"]` is false where the module cannot be mapped over examples (recurrent layers, for
+        With `.report`; `report["vmap"]` is false where the module cannot be mapped over examples (packed sequences, for
         instance) and they were taken one at a time.
 
     Raises

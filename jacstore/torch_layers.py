@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from jacstore.errors import JacstoreError
 from jacstore.terms import Conv, Dot, Factored, Index, Operand
 from jacstore.torch_calls import Form, Seen, see, transposes
+from jacstore.torch_composed import compose
 from jacstore.torch_network import Network
 
 # Names of weight and bias, if they are selected parameters, and how they are multiplied.
@@ -174,6 +175,11 @@ class Taps(TorchFunctionMode):
         weight, bias = self._name(seen.weight) if seen else None, self._name(seen.bias) if seen else None
         if seen and (weight or (bias and not bias[1])):
             return self._product(seen, weight, bias, lambda: function(*args, **kwargs))
+        composed = compose(function, args, kwargs)
+        if composed and any(self._name(tensor) for tensor in composed.parameters):
+            # Torch leaves a mode for as long as it handles a call.
+            with self:
+                return composed.run()
         found = function(*args, **kwargs)
         of = self._name(args[0]) if args else None
         if of and transposes(function, args, kwargs) and args[0].dim() == 2:
