@@ -1,13 +1,15 @@
 """In: a call of torch that multiplies parameters within itself. Out: the same as calls that are one product each.
 
 Recurrent layers are one call for all layers, directions and steps; here every product of a weight is a call of
-`linear`, which a mode of torch sees.
+`linear`, which a mode of torch sees. Attention is a function that hands itself to a mode whole; its body is run
+instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -153,6 +155,32 @@ def _states(kind: _Kind, given: Any) -> States | None:
     return states if right else None
 
 
+# ----------------------------------------------------------------------------------------------------------- attention
+
+
+def _body(function: Any) -> Any:
+    """A function of torch that does not ask first whether a mode wants it; the calls within it still do."""
+    code = getattr(function, "__code__", None)
+    if code is None or function.__closure__ or "has_torch_function" not in code.co_names:
+        return None
+    known = {**function.__globals__, "has_torch_function": lambda tensors: False}
+    body = FunctionType(code, known, function.__name__, function.__defaults__)
+    body.__kwdefaults__ = function.__kwdefaults__
+    return body
+
+
+def _whole(function: Any) -> Callable[..., Composed | None]:
+    """A call of a function whose products are in its body."""
+    body = _body(function)
+
+    def written_out(*arguments: Any, **keywords: Any) -> Composed | None:
+        if body is None:
+            return None
+        return Composed(parameters=(*arguments, *keywords.values()), run=lambda: body(*arguments, **keywords))
+
+    return written_out
+
+
 _KNOWN: dict[Any, Callable[..., Composed | None]] = {
     torch.lstm: _recurrence(_LSTM),
     torch.gru: _recurrence(_GRU),
@@ -162,4 +190,5 @@ _KNOWN: dict[Any, Callable[..., Composed | None]] = {
     torch.gru_cell: _cell(_GRU),
     torch.rnn_tanh_cell: _cell(_TANH),
     torch.rnn_relu_cell: _cell(_RELU),
+    functional.multi_head_attention_forward: _whole(functional.multi_head_attention_forward),
 }

@@ -215,7 +215,7 @@ NETWORKS = {
     "sequence first": (sequence_first, "dot dot dot dot"),
     "frames as a batch": (frames, "conv dot dot dot"),
     "inputs shared by layers": (shared_inputs, "dot dot dot dot dot dot dot dot"),
-    "transformer layer": (encoder, "dense dense dense dense dot dot dot dot dense dense dense dense dot dot"),
+    "transformer layer": (encoder, "dot dot dot dot dot dot dot dot dense dense dense dense dot dot"),
     "lstm": (lstm, "dense dot dense dot dot dot"),
     "several inputs and outputs": (several_inputs, "dot dot dot dot"),
 }
