@@ -28,7 +28,7 @@ from jacstore.attributes import DTYPES
 from jacstore.builder import LAYOUTS
 from jacstore.errors import Interrupted, Mismatch, ProbeFailed, Refused
 from jacstore.files import Folder
-from jacstore.inputs import Arrays, Dataset, is_dataset
+from jacstore.inputs import Arrays, Dataset, is_dataset, is_table
 from jacstore.machine import format_size
 from jacstore.progress import BatchDone, Listener, Started, silent
 from jacstore.store import JacobianStore
@@ -173,6 +173,8 @@ class _Items:
 
 def source_of(inputs: Any) -> Arrays | Dataset:
     """Examples as they are read: NumPy arrays, whatever they are kept in."""
+    if is_table(inputs):
+        return Dataset(inputs)  # gives NumPy arrays itself
     if is_dataset(inputs):
         return Dataset(_Items(inputs))
     return Arrays(mapped(lambda leaf: _OnHost(leaf) if isinstance(leaf, torch.Tensor) else leaf, inputs))

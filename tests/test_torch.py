@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers_process import contents
+from test_problem import Table
 
 import jacstore
 from jacstore.errors import Interrupted, Mismatch, NonFinite, ProbeFailed, Refused
@@ -342,6 +343,16 @@ def test_datasets_numpy_and_narrow_tensors_are_inputs_too():
         assert row_error(rows_of(jacstore.torch.build(module, given, None)), wanted) <= 1e-6
     half = jacstore.torch.build(module, x.bfloat16(), None)
     assert row_error(rows_of(half), truth(module, x.bfloat16())) <= 1e-5
+
+
+@pytest.mark.parametrize("convert", [np.ndarray.tolist, torch.tensor])
+def test_a_table_of_named_columns_is_read_as_keywords(convert):
+    module, x = recurring()
+    forward = module.run
+    wanted = rows_of(jacstore.torch.build(module, x, None))
+    module.run = lambda m, *, pixels: forward(m, pixels)
+    store = jacstore.torch.build(module, Table(x.numpy(), convert), None)
+    assert row_error(rows_of(store), wanted) <= 1e-6
 
 
 def test_many_outputs_are_taken_in_slices_within_the_memory():
