@@ -34,7 +34,7 @@ from jacstore.progress import BatchDone, Listener, Started, silent
 from jacstore.store import JacobianStore
 from jacstore.torch_audit import Audit, Differs
 from jacstore.torch_network import Network, close, host, mapped, path_of, requested, settings
-from jacstore.torch_pass import TorchPass
+from jacstore.torch_pass import STEPS, TorchPass
 from jacstore.torch_problem import TorchProblem
 from jacstore.torch_terms import WRONG
 from jacstore.unit import SpareBlocks, Unit, refuse_other_inputs
@@ -77,7 +77,8 @@ def build(
     -------
     JacobianStore
         With `.report`; `report["vmap"]` is false where the module cannot be mapped over examples (packed sequences, for
-        instance) and they were taken one at a time.
+        instance) and they were taken one at a time; `report["seconds_start"]` is what each step before the first batch
+        took.
 
     Raises
     ------
@@ -107,10 +108,12 @@ def build(
         "wrong": set() if overwrite else _known_wrong(out, budget),
     }
     of_part = hierarchy.parse_part(part)
+    seconds = dict.fromkeys(STEPS, 0.0)
     with settings():
         network = Network(network_of, outputs, dtype == "float64")
         while True:
             passes = TorchPass(network, source, **options)
+            seconds = {step: taken + passes.seconds[step] for step, taken in seconds.items()}
             writer = StoreWriter(
                 out,
                 passes.cut.leaves,
@@ -141,7 +144,9 @@ def build(
                 options |= _otherwise(found, passes, writer, of_part)
                 overwrite = True
     store = writer.store
-    store.report = writer.report(started, **times, batch_size=passes.batch_size, vmap=passes.mapped)
+    store.report = writer.report(
+        started, **times, seconds_start=seconds, batch_size=passes.batch_size, vmap=passes.mapped
+    )
     return store
 
 

@@ -7,7 +7,9 @@ gradients of the first examples have to be.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -27,6 +29,8 @@ from jacstore.torch_terms import choose_terms, form_rows
 BATCH_BYTES = {"cpu": 64_000_000}
 BATCH_BYTES_ELSEWHERE = 1_000_000_000
 EXAMPLES_COMPARED = 2
+# What is done before the first batch: the module is tried, its calls are seen, terms are chosen and compared.
+STEPS = ("probe", "calls", "choice", "comparison")
 # Further ones where the module may branch on values.
 ELSEWHERE = 8
 
@@ -46,6 +50,8 @@ class TorchPass:
         Examples a batch, outputs a slice.
     bytes_needed
         What a batch is expected to take, from what autograd keeps of one example.
+    seconds
+        What each step before the first batch took.
     """
 
     def __init__(
@@ -61,15 +67,19 @@ class TorchPass:
         self.network, self._taps, self.mapped = network, Taps(), mapped_over
         first = source.read(0, min(EXAMPLES_COMPARED, source.n_examples))
         example = mapped(lambda leaf: leaf[0], first)
-        self.n_outputs = probe(network, example)
-        with calling(example):
+        self.seconds = dict.fromkeys(STEPS, 0.0)
+        with self._timed("probe"):
+            self.n_outputs = probe(network, example)
+        with self._timed("calls"), calling(example):
             truth = _Plain(network, self._taps, network.tensors(first), self.n_outputs)
         self.wrong = {name for name in network.selected if path_of(name) in wrong}
         while True:
-            self.cut = choose_terms(network, truth.layers, truth.outside, self.n_outputs, layout, self.wrong)
-            differing = self._tried(network.tensors(first), example, truth)
-            if not (differing or self.mapped):
-                differing = self._tried_elsewhere(source)
+            with self._timed("choice"):
+                self.cut = choose_terms(network, truth.layers, truth.outside, self.n_outputs, layout, self.wrong)
+            with self._timed("comparison"):
+                differing = self._tried(network.tensors(first), example, truth)
+                if not (differing or self.mapped):
+                    differing = self._tried_elsewhere(source)
             if not differing:
                 break
             if self.mapped and differing & set(self.cut.generic):
@@ -79,6 +89,12 @@ class TorchPass:
             self.refuse_generic(differing, 0)
             self.wrong |= differing
         self._size(truth, budget, batch_size, source.n_examples)
+
+    @contextmanager
+    def _timed(self, step: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds[step] += time.perf_counter() - began
 
     def _tried(self, examples: Any, example: Any, truth: _Plain) -> set[str]:
         """Parameters that the terms chosen now are wrong for at the first examples."""

@@ -303,6 +303,13 @@ def test_rows_are_those_of_torch_func_jacrev_and_outputs_those_of_the_module():
     np.testing.assert_allclose(store.outputs, module(inputs).detach().numpy(), rtol=1e-5, atol=1e-6)
 
 
+def test_a_report_says_what_each_step_before_the_first_batch_took():
+    module, inputs = shared_inputs()
+    report = jacstore.torch.build(module, inputs, None).report
+    assert list(report["seconds_start"]) == ["probe", "calls", "choice", "comparison"]
+    assert 0 < sum(report["seconds_start"].values()) < report["seconds_total"]
+
+
 def test_inputs_that_layers_share_are_stored_once():
     module, inputs = shared_inputs()
     store = jacstore.torch.build(module, inputs, None)
