@@ -28,13 +28,13 @@ from jacstore.attributes import DTYPES
 from jacstore.builder import LAYOUTS
 from jacstore.errors import Interrupted, Mismatch, ProbeFailed, Refused
 from jacstore.files import Folder
-from jacstore.inputs import Arrays, Dataset, is_dataset
+from jacstore.inputs import Arrays, Dataset, is_dataset, is_table
 from jacstore.machine import format_size
 from jacstore.progress import BatchDone, Listener, Started, silent
 from jacstore.store import JacobianStore
 from jacstore.torch_audit import Audit, Differs
 from jacstore.torch_network import Network, close, host, mapped, path_of, requested, settings
-from jacstore.torch_pass import TorchPass
+from jacstore.torch_pass import STEPS, TorchPass
 from jacstore.torch_problem import TorchProblem
 from jacstore.torch_terms import WRONG
 from jacstore.unit import SpareBlocks, Unit, refuse_other_inputs
@@ -76,8 +76,9 @@ def build(
     Returns
     -------
     JacobianStore
-        With `.report`; `report["vmap"]` is false where the module cannot be mapped over examples (recurrent layers, for
-        instance) and they were taken one at a time.
+        With `.report`; `report["vmap"]` is false where the module cannot be mapped over examples (packed sequences, for
+        instance) and they were taken one at a time; `report["seconds_start"]` is what each step before the first batch
+        took.
 
     Raises
     ------
@@ -107,10 +108,12 @@ def build(
         "wrong": set() if overwrite else _known_wrong(out, budget),
     }
     of_part = hierarchy.parse_part(part)
+    seconds = dict.fromkeys(STEPS, 0.0)
     with settings():
         network = Network(network_of, outputs, dtype == "float64")
         while True:
             passes = TorchPass(network, source, **options)
+            seconds = {step: taken + passes.seconds[step] for step, taken in seconds.items()}
             writer = StoreWriter(
                 out,
                 passes.cut.leaves,
@@ -141,7 +144,9 @@ def build(
                 options |= _otherwise(found, passes, writer, of_part)
                 overwrite = True
     store = writer.store
-    store.report = writer.report(started, **times, batch_size=passes.batch_size, vmap=passes.mapped)
+    store.report = writer.report(
+        started, **times, seconds_start=seconds, batch_size=passes.batch_size, vmap=passes.mapped
+    )
     return store
 
 
@@ -173,6 +178,8 @@ class _Items:
 
 def source_of(inputs: Any) -> Arrays | Dataset:
     """Examples as they are read: NumPy arrays, whatever they are kept in."""
+    if is_table(inputs):
+        return Dataset(inputs)  # gives NumPy arrays itself
     if is_dataset(inputs):
         return Dataset(_Items(inputs))
     return Arrays(mapped(lambda leaf: _OnHost(leaf) if isinstance(leaf, torch.Tensor) else leaf, inputs))

@@ -28,6 +28,8 @@ class Form:
         Of a convolution; `padding` is that before the first pixel of each axis.
     padding_idx
         Of an embedding the row that gets no gradient.
+    before, after
+        Of a linear one with a part of a weight or bias, how many of its rows stand before and after that part.
     """
 
     kind: str
@@ -37,6 +39,8 @@ class Form:
     dilation: tuple[int, ...] = ()
     groups: int = 1
     padding_idx: int | None = None
+    before: int = 0
+    after: int = 0
 
     @property
     def space(self) -> int:
@@ -151,3 +155,30 @@ def transposes(function: Any, arguments: Any, keywords: Any) -> bool:
 
 
 _TRANSPOSES = (torch.t, torch.Tensor.t, *(getattr(torch.Tensor, name).__get__ for name in ("T", "mT")))
+
+
+def parts(function: Any, arguments: Any, keywords: Any) -> list[tuple[int, int]]:
+    """The rows, first to last, that each tensor holds which a call takes from its first argument; else nothing.
+
+    The same call on the numbers of the rows says which they are; of which columns, shapes have to say.
+    """
+    whole = arguments[0]
+    if function not in _PARTS or not isinstance(whole, torch.Tensor) or not whole.dim():
+        return []
+    try:
+        taken = function(torch.arange(len(whole)), *arguments[1:], **keywords)
+    except (IndexError, RuntimeError, TypeError):
+        return []
+    ranges = []
+    for rows in taken if isinstance(taken, tuple) else (taken,):
+        numbers = rows.tolist() if rows.dim() == 1 else []
+        if not numbers or numbers != list(range(numbers[0], numbers[-1] + 1)):
+            return []
+        ranges.append((numbers[0], numbers[-1] + 1))
+    return ranges
+
+
+_PARTS = (
+    torch.Tensor.__getitem__,
+    *(getattr(of, name) for of in (torch, torch.Tensor) for name in ("split", "chunk", "narrow", "tensor_split")),
+)

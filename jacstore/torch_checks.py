@@ -46,9 +46,12 @@ class TorchChecks(TargetChecks):
         values = {name: value.requires_grad_() for name, value in _own(network.selected).items()}
 
         def row(example: Any, k: int) -> tuple[np.ndarray, list[np.ndarray]]:
-            with settings(), calling(example):
+            def gradients() -> Any:
                 outputs = network(values, network.tensors(example))
-                found = torch.autograd.grad(outputs[k], list(values.values()), allow_unused=True)
+                return outputs, torch.autograd.grad(outputs[k], list(values.values()), allow_unused=True)
+
+            with settings(), calling(example):
+                outputs, found = network.holding(values, gradients)
             parts = [
                 np.zeros(value.numel()) if g is None else host(g.to_dense() if g.is_sparse else g).reshape(-1)
                 for g, value in zip(found, values.values(), strict=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from jacstore.errors import JacstoreError
 from jacstore.terms import Conv, Dot, Factored, Index, Operand
-from jacstore.torch_calls import Form, Seen, see, transposes
+from jacstore.torch_calls import Form, Seen, parts, see, transposes
+from jacstore.torch_composed import compose
 from jacstore.torch_network import Network
 
 # Names of weight and bias, if they are selected parameters, and how they are multiplied.
@@ -106,7 +107,11 @@ def _as_cotangents(form: Form, given: Sequence[torch.Tensor], dtype: torch.dtype
     if form.kind == "conv":
         given = [d.movedim(-1 - form.space, -1) for d in given]
     parts = [d.reshape(-1, d.shape[-1]) for d in given]
-    return (torch.cat(parts) if len(parts) > 1 else parts[0])[None].to(dtype)
+    joined = torch.cat(parts) if len(parts) > 1 else parts[0]
+    if form.before or form.after:
+        # Rows of the weight that the calls do not multiply get nothing.
+        joined = torch.nn.functional.pad(joined, (form.before, form.after))
+    return joined[None].to(dtype)
 
 
 def _as_inputs(form: Form, given: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -133,13 +138,28 @@ class Call:
     weight: torch.Tensor
 
 
+@dataclass(frozen=True, kw_only=True)
+class Named:
+    """A tensor that is a parameter or its transpose, or some of its rows: `before` and `after` are those it lacks."""
+
+    name: str
+    turned: bool = False
+    before: int = 0
+    after: int = 0
+
+    @property
+    def part(self) -> bool:
+        """Whether it lacks any rows."""
+        return bool(self.before or self.after)
+
+
 class Taps(TorchFunctionMode):
     """Sees calls of a network's parameters while it is entered by `running`; `calls` holds what it saw."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: dict[Key, list[Call]] = {}
-        self._named: dict[int, tuple[str, bool]] = {}
+        self._named: dict[int, Named] = {}
         self._kept: list[Any] = []
         self._active: Collection[str] = ()
         self._zeros: Mapping[Key, Sequence[torch.Tensor]] | None = None
@@ -157,7 +177,7 @@ class Taps(TorchFunctionMode):
         """
         self._active = active
         self.calls, self._zeros, self._kept = {}, zeros, list(parameters.values())
-        self._named = {id(value): (name, False) for name, value in parameters.items()}
+        self._named = {id(value): Named(name=name) for name, value in parameters.items()}
         try:
             with self:
                 yield
@@ -172,45 +192,85 @@ class Taps(TorchFunctionMode):
         kwargs = kwargs or {}
         seen = see(function, args, kwargs)
         weight, bias = self._name(seen.weight) if seen else None, self._name(seen.bias) if seen else None
-        if seen and (weight or (bias and not bias[1])):
+        if seen and (weight or (bias and not bias.turned)):
             return self._product(seen, weight, bias, lambda: function(*args, **kwargs))
+        composed = compose(function, args, kwargs)
+        if composed and any(self._name(tensor) for tensor in composed.parameters):
+            # Torch leaves a mode for as long as it handles a call.
+            with self:
+                return composed.run()
         found = function(*args, **kwargs)
         of = self._name(args[0]) if args else None
-        if of and transposes(function, args, kwargs) and args[0].dim() == 2:
-            self._named[id(found)] = of[0], not of[1]
-            self._kept.append(found)
+        if of:
+            self._follow(of, found, function, args, kwargs)
         return found
 
-    def _name(self, tensor: Any) -> tuple[str, bool] | None:
-        """The parameter that a tensor is, and whether it is its transpose."""
+    def _follow(self, of: Named, found: Any, function: Any, args: Any, kwargs: Any) -> None:
+        """Name the transpose of a parameter, and what holds some of its rows."""
+        if transposes(function, args, kwargs) and args[0].dim() == 2:
+            self._named[id(found)] = replace(of, turned=not of.turned)
+            self._kept.append(found)
+            return
+        taken = found if isinstance(found, tuple) else (found,)
+        for (first, last), part in zip(() if of.turned else parts(function, args, kwargs), taken, strict=False):
+            if part.shape == (last - first, *args[0].shape[1:]):
+                behind = len(args[0]) - last
+                self._named[id(part)] = replace(of, before=of.before + first, after=of.after + behind)
+                self._kept.append(part)
+
+    def _name(self, tensor: Any) -> Named | None:
+        """The parameter that a tensor is, or is a part of."""
         return self._named.get(id(tensor))
 
-    def _product(self, seen: Seen, weight: Any, bias: Any, call: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def _product(self, seen: Seen, weight: Named | None, bias: Named | None, call: Callable[[], Any]) -> torch.Tensor:
         form = seen.form
-        if weight and weight[1]:
-            if form.kind != "linear":
-                return call()
-            form = Form(kind="linear", flipped=not form.flipped)
-        key = (weight[0] if weight else None, bias[0] if bias else None, form)
-        if self._zeros is not None and key not in self._zeros and not set(key[:2]) & set(self._active):
+        if form.kind != "linear" and any(of and (of.turned or of.part) for of in (weight, bias)):
             return call()
-        made = self.calls.setdefault(key, [])
+        if weight and weight.turned:
+            form = replace(form, flipped=not form.flipped)
+        if weight and weight.part and form.flipped:
+            return call()  # then columns would be what is multiplied
+        if bias and seen.bias is not None and seen.bias.shape != (seen.weight.shape[1 if seen.form.flipped else 0],):
+            bias = None  # one number for all outputs is repeated before it is added
+        keys = [key for key in _keys(form, weight, bias) if self._taken(key)]
+        if not keys:
+            return call()
         if self._zeros is None:
             output = seen.again(
                 seen.weight.detach() if weight else seen.weight,
                 seen.bias.detach() if bias and seen.bias is not None else seen.bias,
             )
-            zero = torch.zeros_like(output).requires_grad_()
         else:
-            zeros = self._zeros.get(key, ())
             output = call()
-            if len(made) >= len(zeros) or output.shape != zeros[len(made)].shape:
-                raise _varies(key)
-            zero = zeros[len(made)]
         # Under autocast what is multiplied is rounded first.
         given = seen.given if form.kind == "embedding" else seen.given.to(output.dtype)
-        made.append(Call(given=given, zero=zero, weight=seen.weight))
-        return output + zero
+        for key in keys:
+            made = self.calls.setdefault(key, [])
+            zero = self._zero(key, len(made), output)
+            made.append(Call(given=given, zero=zero, weight=seen.weight))
+            output = output + zero
+        return output
+
+    def _taken(self, key: Key) -> bool:
+        return self._zeros is None or key in self._zeros or bool(set(key[:2]) & set(self._active))
+
+    def _zero(self, key: Key, at: int, output: torch.Tensor) -> torch.Tensor:
+        """What is added to the output of the call of a key that has this number."""
+        if self._zeros is None:
+            return torch.zeros_like(output).requires_grad_()
+        zeros = self._zeros.get(key, ())
+        if at >= len(zeros) or output.shape != zeros[at].shape:
+            raise _varies(key)
+        return zeros[at]
+
+
+def _keys(form: Form, weight: Named | None, bias: Named | None) -> list[Key]:
+    """What a call is a call of: weight and bias together, unless they are of other rows."""
+    made: dict[Form, list[str | None]] = {}
+    for n, of in enumerate((weight, bias)):
+        if of:
+            made.setdefault(replace(form, before=of.before, after=of.after), [None, None])[n] = of.name
+    return [(names[0], names[1], of) for of, names in made.items()]
 
 
 def _varies(key: Key) -> Varies:

@@ -11,9 +11,9 @@ import dataclasses
 import hashlib
 import inspect
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from jacstore.outputs import checked_outputs, count_chosen
 from jacstore.probes import perturbed
 from jacstore.pytrees import paths_and_leaves
 
+T = TypeVar("T")
 # Plain attributes of a module that can decide what it computes.
 PLAIN = (bool, int, float, str, tuple, type(None))
 
@@ -80,9 +81,21 @@ class Network:
         """All outputs `(n, K)` of a batch; a tuple or list of inputs is arguments, a dict keywords."""
         arguments = tuple(examples) if isinstance(examples, (tuple, list)) else (examples,)
         keywords = examples if isinstance(examples, dict) else None
-        given = {**self.rest, **self.selected, **(selected or {})}
+        given = self._given(selected or {})
         output = torch.func.functional_call(self.module, given, () if keywords else arguments, keywords)
         return _flattened(output, len(leaves_of(examples)[0]))
+
+    def _given(self, selected: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {**self.rest, **self.selected, **selected}
+
+    def holding(self, selected: Mapping[str, torch.Tensor], run: Callable[[], T]) -> T:
+        """What `run` returns, the module having these parameters also between its calls.
+
+        A backward pass may call parts of a module again (`torch.utils.checkpoint`).
+        """
+        given = {f"module.{name}": value for name, value in self._given(selected).items()}
+        held: T = torch.func.functional_call(_Holding(self.module), given, (run,))
+        return held
 
     def tensors(self, examples: Any) -> Any:
         """Examples from NumPy as tensors on the module's device, floating ones in its type."""
@@ -92,6 +105,17 @@ class Network:
             return tensor.to(self.device, self.dtype if tensor.is_floating_point() else tensor.dtype)
 
         return mapped(moved, examples)
+
+
+class _Holding(nn.Module):
+    """Runs something while `module` has the parameters that this is called with."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, run: Callable[[], T]) -> T:
+        return run()
 
 
 def host(tensor: torch.Tensor) -> np.ndarray:

@@ -7,7 +7,10 @@ gradients of the first examples have to be.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +29,8 @@ from jacstore.torch_terms import choose_terms, form_rows
 BATCH_BYTES = {"cpu": 64_000_000}
 BATCH_BYTES_ELSEWHERE = 1_000_000_000
 EXAMPLES_COMPARED = 2
+# What is done before the first batch: the module is tried, its calls are seen, terms are chosen and compared.
+STEPS = ("probe", "calls", "choice", "comparison")
 # Further ones where the module may branch on values.
 ELSEWHERE = 8
 
@@ -45,6 +50,8 @@ class TorchPass:
         Examples a batch, outputs a slice.
     bytes_needed
         What a batch is expected to take, from what autograd keeps of one example.
+    seconds
+        What each step before the first batch took.
     """
 
     def __init__(
@@ -60,15 +67,19 @@ class TorchPass:
         self.network, self._taps, self.mapped = network, Taps(), mapped_over
         first = source.read(0, min(EXAMPLES_COMPARED, source.n_examples))
         example = mapped(lambda leaf: leaf[0], first)
-        self.n_outputs = probe(network, example)
-        with calling(example):
+        self.seconds = dict.fromkeys(STEPS, 0.0)
+        with self._timed("probe"):
+            self.n_outputs = probe(network, example)
+        with self._timed("calls"), calling(example):
             truth = _Plain(network, self._taps, network.tensors(first), self.n_outputs)
         self.wrong = {name for name in network.selected if path_of(name) in wrong}
         while True:
-            self.cut = choose_terms(network, truth.layers, truth.outside, self.n_outputs, layout, self.wrong)
-            differing = self._tried(network.tensors(first), example, truth)
-            if not (differing or self.mapped):
-                differing = self._tried_elsewhere(source)
+            with self._timed("choice"):
+                self.cut = choose_terms(network, truth.layers, truth.outside, self.n_outputs, layout, self.wrong)
+            with self._timed("comparison"):
+                differing = self._tried(network.tensors(first), example, truth)
+                if not (differing or self.mapped):
+                    differing = self._tried_elsewhere(source)
             if not differing:
                 break
             if self.mapped and differing & set(self.cut.generic):
@@ -78,6 +89,12 @@ class TorchPass:
             self.refuse_generic(differing, 0)
             self.wrong |= differing
         self._size(truth, budget, batch_size, source.n_examples)
+
+    @contextmanager
+    def _timed(self, step: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds[step] += time.perf_counter() - began
 
     def _tried(self, examples: Any, example: Any, truth: _Plain) -> set[str]:
         """Parameters that the terms chosen now are wrong for at the first examples."""
@@ -161,9 +178,13 @@ class TorchPass:
     def plain(self, example: Any, cotangent: np.ndarray) -> dict[str, np.ndarray]:
         """Gradients `(1, size)` of one example, weighted by a cotangent `(K,)`: one plain backward pass, no taps."""
         values = {name: value.detach().requires_grad_() for name, value in self.network.selected.items()}
-        outputs = self.network(values, example)
-        weights = torch.from_numpy(cotangent).to(outputs.device, outputs.dtype)
-        found = _gradients(outputs, list(values.values()), weights)
+
+        def gradients() -> list[torch.Tensor]:
+            outputs = self.network(values, example)
+            weights = torch.from_numpy(cotangent).to(outputs.device, outputs.dtype)
+            return _gradients(outputs, list(values.values()), weights)
+
+        found = self.network.holding(values, gradients)
         return {
             name: host(g).reshape(1, -1).astype(np.float64)
             for name, g in zip(self.network.selected, found, strict=True)
@@ -267,25 +288,29 @@ class TorchPass:
         found = []
         for n in range(len(leaves_of(examples)[0])):
             example = mapped(lambda leaf, n=n: leaf[n], examples)
-            zeros = {name: [z.requires_grad_() for z in given] for name, given in self._zeros().items()}
             generic = {name: self.network.selected[name].detach().requires_grad_() for name in self.cut.generic}
             try:
-                outputs, inputs = self._forward(zeros, generic, example)
+                one = partial(self._values_of_one, generic, example, cotangents)
+                found.append(self.network.holding(generic, one))
             except Varies as error:
                 error.example = n
                 raise
-            moving = [*(z for given in zeros.values() for z in given), *generic.values()]
-            back = []
-            for cotangent in cotangents:
-                pulled = iter(_gradients(outputs, moving, cotangent))
-                back.append(
-                    self._operands(
-                        {name: [next(pulled) for _ in given] for name, given in zeros.items()},
-                        {name: next(pulled) for name in generic},
-                    )
-                )
-            found.append((outputs, inputs, *_stacked(back)))
         return _stacked(found)
+
+    def _values_of_one(self, generic: Tensors, example: Any, cotangents: torch.Tensor) -> Any:
+        zeros = {name: [z.requires_grad_() for z in given] for name, given in self._zeros().items()}
+        outputs, inputs = self._forward(zeros, generic, example)
+        moving = [*(z for given in zeros.values() for z in given), *generic.values()]
+        back = []
+        for cotangent in cotangents:
+            pulled = iter(_gradients(outputs, moving, cotangent))
+            back.append(
+                self._operands(
+                    {name: [next(pulled) for _ in given] for name, given in zeros.items()},
+                    {name: next(pulled) for name in generic},
+                )
+            )
+        return outputs, inputs, *_stacked(back)
 
     def _zeros(self) -> dict[Key, list[torch.Tensor]]:
         return {layer.key: [z.detach() for z in layer.outputs] for layer in self.cut.layers}
@@ -335,12 +360,14 @@ class _Plain:
                 sizes.append(tensor.nbytes)
             return tensor
 
-        found = []
-        for n in range(len(leaves_of(examples)[0])):
+        def gradients(n: int) -> list[torch.Tensor]:
             sizes[:] = [0]
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                outputs = network({}, mapped(lambda leaf, n=n: leaf[n], examples))
-            found.append(_gradients(outputs, list(network.selected.values()), self.cotangent))
+                outputs = network({}, mapped(lambda leaf: leaf[n], examples))
+            return _gradients(outputs, list(network.selected.values()), self.cotangent)
+
+        count = len(leaves_of(examples)[0])
+        found = [network.holding({}, partial(gradients, n)) for n in range(count)]
         self.saved_bytes, self.largest_saved = sum(sizes), max(sizes)
         self.gradients = {
             name: np.stack([host(gradients[i]).reshape(-1) for gradients in found]).astype(np.float64)

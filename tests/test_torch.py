@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers_process import contents
+from test_problem import Table
 
 import jacstore
 from jacstore.errors import Interrupted, Mismatch, NonFinite, ProbeFailed, Refused
@@ -215,8 +216,8 @@ NETWORKS = {
     "sequence first": (sequence_first, "dot dot dot dot"),
     "frames as a batch": (frames, "conv dot dot dot"),
     "inputs shared by layers": (shared_inputs, "dot dot dot dot dot dot dot dot"),
-    "transformer layer": (encoder, "dense dense dense dense dot dot dot dot dense dense dense dense dot dot"),
-    "lstm": (lstm, "dense dense dense dense dot dot"),
+    "transformer layer": (encoder, "dot dot dot dot dot dot dot dot dense dense dense dense dot dot"),
+    "lstm": (lstm, "dense dot dense dot dot dot"),
     "several inputs and outputs": (several_inputs, "dot dot dot dot"),
 }
 
@@ -270,7 +271,7 @@ def test_rows_and_kernels_are_those_of_autograd(name):
     np.testing.assert_allclose(store.norms.sum(-1), np.square(rows).sum(-1), rtol=1e-12)
     kernel = jacstore.gram(store)
     assert kernel_error(kernel.array.compute(scheduler="synchronous"), dense_kernel(rows)) <= 1e-12
-    assert store.report["vmap"] == (name != "lstm")
+    assert store.report["vmap"]
     assert [leaf.path for leaf in store.leaves] == [n.replace(".", "/") for n, _ in module.named_parameters()]
 
 
@@ -300,6 +301,13 @@ def test_rows_are_those_of_torch_func_jacrev_and_outputs_those_of_the_module():
     rows = np.concatenate([part.flatten(2).numpy() for part in jacobian.values()], -1)
     assert row_error(rows_of(store), rows) <= 1e-5
     np.testing.assert_allclose(store.outputs, module(inputs).detach().numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_report_says_what_each_step_before_the_first_batch_took():
+    module, inputs = shared_inputs()
+    report = jacstore.torch.build(module, inputs, None).report
+    assert list(report["seconds_start"]) == ["probe", "calls", "choice", "comparison"]
+    assert 0 < sum(report["seconds_start"].values()) < report["seconds_total"]
 
 
 def test_inputs_that_layers_share_are_stored_once():
@@ -342,6 +350,16 @@ def test_datasets_numpy_and_narrow_tensors_are_inputs_too():
         assert row_error(rows_of(jacstore.torch.build(module, given, None)), wanted) <= 1e-6
     half = jacstore.torch.build(module, x.bfloat16(), None)
     assert row_error(rows_of(half), truth(module, x.bfloat16())) <= 1e-5
+
+
+@pytest.mark.parametrize("convert", [np.ndarray.tolist, torch.tensor])
+def test_a_table_of_named_columns_is_read_as_keywords(convert):
+    module, x = recurring()
+    forward = module.run
+    wanted = rows_of(jacstore.torch.build(module, x, None))
+    module.run = lambda m, *, pixels: forward(m, pixels)
+    store = jacstore.torch.build(module, Table(x.numpy(), convert), None)
+    assert row_error(rows_of(store), wanted) <= 1e-6
 
 
 def test_many_outputs_are_taken_in_slices_within_the_memory():
