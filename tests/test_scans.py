@@ -139,7 +139,7 @@ def sums_so_far(params, x, read=lambda total: total):
         total = total + jnp.outer(xt, xt) @ params
         return total, read(total)
 
-    return two(jax.lax.scan(step, jnp.zeros((C, H), x.dtype), x)[1])
+    return two(jax.lax.scan(step, jnp.zeros(params.shape, x.dtype), x)[1])
 
 
 # (function, parameters, inputs, terms, numbers stored of the weights per example; None: not counted)
@@ -184,8 +184,8 @@ FOUND = {
         np.random.default_rng(0).integers(0, 60, (4, T)),
         "dot index dot",
     ),
-    "sums so far": (sums_so_far, normal(C, H), SEQUENCES, "dense"),
-    "sums so far, read": (lambda p, x: sums_so_far(p, x, jnp.tanh), normal(C, H), SEQUENCES, "dense"),
+    "sums so far": (sums_so_far, normal(3, 4), normal(3, 3, 3), "dense"),
+    "sums so far, read": (lambda p, x: sums_so_far(p, x, jnp.tanh), normal(3, 4), normal(3, 3, 3), "dense"),
     "inside and outside": (inside_and_outside, normal(16, 16), normal(4, 3, 16), "dot+dot+dot"),
 }
 
