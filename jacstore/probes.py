@@ -87,8 +87,8 @@ def probe_upcast(as_given: np.ndarray, in_float64: np.ndarray) -> None:
 def _two_calls(flat: Flat, parameters: Parameters, example: Any) -> tuple[np.ndarray, np.ndarray]:
     """Outputs of two calls, each traced anew; a program that comes out the same both times is compiled once."""
     arguments = (parameters.selected, parameters.rest, example)
-    first = _or_forgotten(lambda: _traced_anew(flat, arguments))
-    program = first.lower().compile()
+    first, lowered = _or_forgotten(lambda: _traced_and_lowered(flat, arguments))
+    program = lowered.compile()
     once = np.asarray(program(*arguments))
     # A jit inside apply keeps what it traced, and with it the first call's noise.
     with traced_anew():
@@ -99,16 +99,21 @@ def _two_calls(flat: Flat, parameters: Parameters, example: Any) -> tuple[np.nda
 
 
 def _or_forgotten(call: Callable[[], Any]) -> Any:
-    """A call that traces, once more with JAX's caches emptied where it ends in a TypeError.
+    """A call that traces, once more with JAX's caches emptied where it ends in an error of types.
 
-    JAX 0.10 keeps what it made of an index array that a function closes over, also where 64-bit types were switched on
-    or off since, and then ends in an error of types.
+    JAX 0.10 keeps what it made of an array that a function closes over, also where 64-bit types were switched on or off
+    since, and then refuses to add 32-bit and 64-bit numbers.
     """
     try:
         return call()
-    except TypeError:
+    except (TypeError, ValueError):
         jax.clear_caches()
         return call()
+
+
+def _traced_and_lowered(flat: Flat, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+    traced = _traced_anew(flat, arguments)
+    return traced, traced.lower()
 
 
 def _traced_anew(flat: Flat, arguments: tuple[Any, ...]) -> Any:
