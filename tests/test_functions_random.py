@@ -32,7 +32,7 @@ LIMIT = 1e-11
 # What is cast to 16 bits inside is rounded wherever the compiler likes.
 LIMITS_16 = {"bfloat16": 0.1, "float16": 0.01}
 FAST_COMPILATION = "jax_disable_most_optimizations"
-CASES = 40
+CASES = 24
 
 Apply = Callable[[Any, Any], Any]
 Weight = Callable[[Any], Any]
