@@ -57,14 +57,19 @@ def probe(
     return once
 
 
-def outputs_of(flat: Flat, parameters: Parameters, example: Any) -> np.ndarray:
-    """Outputs `(K,)` of one example, holes filled as for the probe."""
+def outputs_of(flat: Flat, parameters: Parameters, example: Any) -> np.ndarray | None:
+    """Outputs `(K,)` of one example, holes filled as for the probe; None where JAX still mixes types that it kept."""
     example = jax.tree_util.tree_map(_filled, example)
     with calling(example):
-        return np.asarray(_or_forgotten(lambda: jax.jit(flat)(parameters.selected, parameters.rest, example)))
+        try:
+            return np.asarray(_or_forgotten(lambda: jax.jit(flat)(parameters.selected, parameters.rest, example)))
+        except (TypeError, ValueError) as error:
+            if not _mixes_types(error):
+                raise
+            return None
 
 
-def probe_upcast(as_given: np.ndarray, in_float64: np.ndarray) -> None:
+def probe_upcast(as_given: np.ndarray | None, in_float64: np.ndarray) -> None:
     """Check that computing in float64 leaves the function what it is.
 
     Raises
@@ -72,6 +77,8 @@ def probe_upcast(as_given: np.ndarray, in_float64: np.ndarray) -> None:
     ProbeFailed
         If the outputs in float64 are others than in the parameters' own precision.
     """
+    if as_given is None:
+        return
     given = as_given.astype(np.float64)
     if not np.isfinite(given).all():
         return
@@ -99,16 +106,22 @@ def _two_calls(flat: Flat, parameters: Parameters, example: Any) -> tuple[np.nda
 
 
 def _or_forgotten(call: Callable[[], Any]) -> Any:
-    """A call that traces, once more with JAX's caches emptied where it ends in an error of types.
+    """A call that traces, once more with JAX's caches emptied where JAX mixes types that it kept.
 
     JAX 0.10 keeps what it made of an array that a function closes over, also where 64-bit types were switched on or off
     since, and then refuses to add 32-bit and 64-bit numbers.
     """
     try:
         return call()
-    except (TypeError, ValueError):
+    except (TypeError, ValueError) as error:
+        if not _mixes_types(error):
+            raise
         jax.clear_caches()
         return call()
+
+
+def _mixes_types(error: Exception) -> bool:
+    return "requires arguments to have the same dtypes" in str(error) or "jaxpr with verifier errors" in str(error)
 
 
 def _traced_and_lowered(flat: Flat, arguments: tuple[Any, ...]) -> tuple[Any, Any]:

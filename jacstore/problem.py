@@ -7,7 +7,7 @@ is taken for and the rest, traces the function, probes that it is a function of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -189,12 +189,7 @@ def prepare(problem: Problem, *, float64: bool = False) -> Prepared:
         n_outputs = count_chosen(count_outputs(all_outputs, parameters, example), problem.outputs)
         found = probe(all_outputs, parameters, example, problem.apply if problem.batched else None)
         if float64 and not wide_already:
-            as_given = None
-            # JAX 0.10 refuses some functions in 32 bits that it has traced in 64: those cannot be compared.
-            with suppress(Refused):
-                as_given = _as_given(problem, first)
-            if as_given is not None:
-                probe_upcast(as_given, found)
+            probe_upcast(_as_given(problem, first), found)
 
         def function(selected: list[Any], rest: list[Any], example: Any) -> jax.Array:
             return chosen(all_outputs(selected, rest, example), problem.outputs)
@@ -227,7 +222,7 @@ def prepare(problem: Problem, *, float64: bool = False) -> Prepared:
         )
 
 
-def _as_given(problem: Problem, first: Any) -> np.ndarray:
+def _as_given(problem: Problem, first: Any) -> np.ndarray | None:
     """Outputs `(K,)` of the first example in the parameters' own precision."""
     with jax.enable_x64(False), precision_context(False):
         parameters = split_parameters(problem.params, problem.select, False)

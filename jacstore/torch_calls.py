@@ -79,7 +79,10 @@ def _addmm(bias: Any, given: Any, weight: Any, *, beta: Any = 1, alpha: Any = 1)
     if bias.dim() != 1 or (beta, alpha) != (1, 1):
         return None
     form = Form(kind="linear", flipped=True)
-    again = lambda w, b: torch.addmm(b, given, w)  # noqa: E731
+
+    def again(w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+        return torch.addmm(bias if b is None else b, given, w)
+
     return Seen(form=form, given=given, weight=weight, bias=bias, again=again)
 
 
@@ -96,8 +99,13 @@ def _convolution(called: Callable[..., Any], space: int) -> Callable[..., Seen |
         else:
             low = _each(padding, space)
         form = Form(kind="conv", strides=strides, padding=low, dilation=apart, groups=groups)
-        again = lambda w, b: called(given, w, b, stride, padding, dilation, groups)  # noqa: E731
-        return Seen(form=form, given=given, weight=weight, bias=bias, again=again)
+        return Seen(
+            form=form,
+            given=given,
+            weight=weight,
+            bias=bias,
+            again=lambda w, b: called(given, w, b, stride, padding, dilation, groups),
+        )
 
     return see
 
@@ -120,8 +128,13 @@ def _embedding(
     if max_norm is not None or scale_grad_by_freq:
         return None
     row = padding_idx if padding_idx is None or padding_idx >= 0 else padding_idx + len(weight)
-    again = lambda w, b: functional.embedding(given, w, padding_idx)  # noqa: E731
-    return Seen(form=Form(kind="embedding", padding_idx=row), given=given, weight=weight, bias=None, again=again)
+    return Seen(
+        form=Form(kind="embedding", padding_idx=row),
+        given=given,
+        weight=weight,
+        bias=None,
+        again=lambda w, b: functional.embedding(given, w, padding_idx),
+    )
 
 
 def see(function: Any, arguments: Any, keywords: Any) -> Seen | None:
