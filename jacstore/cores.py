@@ -166,15 +166,20 @@ def stacked(cores: Sequence[Core]) -> list[Core] | None:
         if free is None:
             rounds.append(free := {})
         free[core.slot[0]] = core
+    assert first.slot is not None
     found = []
     for places in rounds:
-        assert first.slot is not None
-        at = [places.get(n) for n in range(first.slot[1])]
+        inputs, cotangents = list[Made | None](), list[Made | None]()
+        for n in range(first.slot[1]):
+            core_there = places.get(n)
+            a, d = (core_there.inputs, core_there.cotangents) if core_there else (None, None)
+            inputs.append(a if isinstance(a, Made) else None)
+            cotangents.append(d if isinstance(d, Made) else None)
         found.append(
             Core(
                 kind="dot",
-                inputs=Stacked(parts=tuple(core and core.inputs for core in at)),  # type: ignore[misc]
-                cotangents=Stacked(parts=tuple(core and core.cotangents for core in at)),  # type: ignore[misc]
+                inputs=Stacked(parts=tuple(inputs)),
+                cotangents=Stacked(parts=tuple(cotangents)),
                 scale=first.scale,
                 views=first.views,
             )

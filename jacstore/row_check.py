@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -97,9 +98,11 @@ class RowCheck:
         # in float64, may fall to the side to which the stored row fell.
         for float64 in (self._float64, True)[: 1 if self._float64 else 2]:
             if off > self._tolerance:
-                again = self._compiled(self._lowered(float64), quickly=False)()
-                truth = self._gradients(again, example, cotangent, float64)
-                leaf, off = self._worst(truth, at, cotangent, blocks)
+                # A function that fails when it is traced again, or in float64, leaves the first look as it is.
+                with suppress(Exception):
+                    again = self._compiled(self._lowered(float64), quickly=False)()
+                    truth = self._gradients(again, example, cotangent, float64)
+                    leaf, off = self._worst(truth, at, cotangent, blocks)
         seconds = time.perf_counter() - began
         self._seconds = seconds if self._seconds is None else min(seconds, self._seconds)
         if off > self._tolerance:
