@@ -14,10 +14,10 @@ from scipy.linalg import blas, lapack
 from jacstore.errors import Refused
 
 PANEL = 512  # right-hand sides that are solved together
-# OpenBLAS up to 0.3.31 ends the process in a threaded potrf or syrk whose share of rows does not fit into its buffers,
-# on two cores beyond 15,000: LAPACK factorizes up to so many rows by itself, and blocks of larger matrices.
-LAPACK_ROWS = 8192
-BLOCK_ROWS, BLOCK_COLUMNS = 2048, 4096
+# SciPy's LAPACK keeps the interpreter while it runs, so that no signal is handled before it returns: it gets blocks of
+# a fraction of a second, and NumPy's matrix products, which let the interpreter go, do the rest. Blocks also keep clear
+# of OpenBLAS up to 0.3.31, which ends the process in a threaded potrf of more than 15,000 rows on two cores.
+BLOCK_ROWS, BLOCK_COLUMNS = 1024, 4096
 # The workspace of LAPACK's divide and conquer, 1 + 6 R + 2 R², leaves 32 bits beyond this many rows.
 LAPACK_32_BIT_ROWS = 32_766
 
@@ -36,18 +36,13 @@ class Cholesky:
         """What is kept of it."""
         return [self.upper]
 
-    @property
-    def lower(self) -> np.ndarray:
-        """Uᵀ in the order that LAPACK takes without a copy."""
-        return self.upper.T
-
     def solve(self, block: np.ndarray) -> np.ndarray:
         """`C block` for `(R, B)`: `(1, R, B)`."""
-        return _checked(lapack.dpotrs(self.lower, block, lower=1))[None]
+        return solve_upper(self.upper, self.halves(block))[None]
 
     def halves(self, block: np.ndarray) -> np.ndarray:
         """`U⁻ᵀ block`, whose Gram is `blockᵀ C block`."""
-        return _checked(lapack.dtrtrs(self.lower, block, lower=1))
+        return solve_upper_transposed(self.upper, block)
 
     def logdet(self) -> np.ndarray:
         """log det(G + alpha I), `(1,)`."""
@@ -72,10 +67,9 @@ class Cholesky:
         step = max(1, PANEL // k) * k
         for a in range(0, rows, step):
             b = min(a + step, rows)
-            unit = np.zeros((rows, b - a), order="F")
-            unit[np.arange(a, b), np.arange(b - a)] = 1
+            unit = np.eye(rows - a, b - a)
             # C is the Gram of U⁻ᵀ, whose rows before a are zero.
-            blocks[a // k : b // k] = _grams(self.halves(unit)[a:], k)
+            blocks[a // k : b // k] = _grams(solve_upper_transposed(self.upper[a:, a:], unit), k)
         return blocks
 
     def leverage(self) -> np.ndarray:
@@ -163,30 +157,23 @@ def _grams(halves: np.ndarray, k: int) -> np.ndarray:
     return stacked @ stacked.transpose(0, 2, 1)
 
 
-def _checked(answer: tuple[np.ndarray, int]) -> np.ndarray:
-    solution, info = answer
-    if info:
-        raise Refused(f"the triangular solve failed in row {info}: the factor's diagonal is zero; use a larger alpha")
-    return solution
-
-
 def bytes_needed(method: str, rows: int) -> int:
     """Bytes at the peak of a factorization of R rows, the kernel among them."""
     # numpy.linalg.eigh: the kernel, LAPACK's copy, 2 R² of workspace, and the vectors.
     copies = {"cholesky": 1, "eigh": 5, "eigvalsh": 2, "kept": 1}[method]
-    blocks = BLOCK_ROWS * (BLOCK_ROWS + BLOCK_COLUMNS) if method == "cholesky" and rows > LAPACK_ROWS else 0
+    blocks = BLOCK_ROWS * (BLOCK_ROWS + BLOCK_COLUMNS) if method == "cholesky" and rows > BLOCK_ROWS else 0
     return 8 * (copies * rows * rows + blocks)
 
 
 def cholesky(matrix: np.ndarray, alpha: float) -> tuple[np.ndarray, int]:
     """Factorize `matrix + alpha I` in place: the array, and the row (from 1) at which it failed; 0 if it did not.
 
-    Only the upper triangle counts. Large ones go block row by block row, left-looking: Golub, Van Loan, Matrix
-    Computations, 2013, section 4.2.
+    Only the upper triangle counts. Block row by block row, left-looking: Golub, Van Loan, Matrix Computations, 2013,
+    section 4.2.
     """
     rows = len(matrix)
     matrix[np.diag_indices(rows)] += alpha
-    if rows <= LAPACK_ROWS:
+    if rows <= BLOCK_ROWS:
         _, failed = _potrf(matrix)
         return matrix, failed
     for a in range(0, rows, BLOCK_ROWS):
@@ -204,6 +191,41 @@ def cholesky(matrix: np.ndarray, alpha: float) -> tuple[np.ndarray, int]:
             solved = blas.dtrsm(1.0, lower, right.T, side=1, lower=1, trans_a=1, overwrite_b=1)
             matrix[a:b, c : c + BLOCK_COLUMNS] = solved.T
     return matrix, 0
+
+
+def solve_upper_transposed(upper: np.ndarray, block: np.ndarray) -> np.ndarray:
+    """`U⁻ᵀ block` for `(R, B)`, forwards block row by block row; only the upper triangle of `upper` is read."""
+    solved = np.array(block, np.float64)
+    for a, b in _block_rows(len(upper)):
+        solved[a:b] -= upper[:a, a:b].T @ solved[:a]
+        _solve_corner(upper[a:b, a:b], solved[a:b], a, transposed=True)
+    return solved
+
+
+def solve_upper(upper: np.ndarray, block: np.ndarray) -> np.ndarray:
+    """`U⁻¹ block` for `(R, B)`, backwards block row by block row; only the upper triangle of `upper` is read."""
+    solved = np.array(block, np.float64)
+    for a, b in reversed(_block_rows(len(upper))):
+        solved[a:b] -= upper[a:b, b:] @ solved[b:]
+        _solve_corner(upper[a:b, a:b], solved[a:b], a, transposed=False)
+    return solved
+
+
+def _block_rows(rows: int) -> list[tuple[int, int]]:
+    return [(a, min(a + BLOCK_ROWS, rows)) for a in range(0, rows, BLOCK_ROWS)]
+
+
+def _solve_corner(corner: np.ndarray, block: np.ndarray, first: int, *, transposed: bool) -> None:
+    """Overwrite `block` with the solution of a triangular system; `first` is the number of its first row."""
+    # LAPACK counts in columns: the transpose of a C-ordered upper triangle is a lower one.
+    lower = np.ascontiguousarray(corner).T
+    for c in range(0, block.shape[1], BLOCK_COLUMNS):
+        found, info = lapack.dtrtrs(lower, block[:, c : c + BLOCK_COLUMNS], lower=1, trans=0 if transposed else 1)
+        if info:
+            raise Refused(
+                f"the triangular solve failed in row {first + info}: the factor's diagonal is zero; use a larger alpha"
+            )
+        block[:, c : c + BLOCK_COLUMNS] = found
 
 
 def _potrf(matrix: np.ndarray) -> tuple[np.ndarray, int]:

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.linalg import lapack
 
 from jacstore.dense import Gram, require_memory
 from jacstore.errors import Refused
 from jacstore.factoring import checked_alpha
-from jacstore.factorization import bytes_needed, cholesky
+from jacstore.factorization import bytes_needed, cholesky, solve_upper
 from jacstore.inverse_roots import DUALS, NEEDS_ROW_NOISE, DualKernel, Request, WeightedJacobian, by_primal_quadrature
 from jacstore.kernel import Kernel, open_kernel
 from jacstore.lazy import as_store
@@ -263,5 +262,4 @@ def _by_normal_matrix(plan: _Plan, noise: Noise, kept: SampleFile, listener: Lis
             f"alpha I + Jᵀ Λ J is not positive definite (row {failed - 1}) with alpha {plan.request.alpha:.3g}; give a "
             "larger alpha (--alpha, alpha=) or precision float64 (precision=)"
         )
-    solution, _ = lapack.dtrtrs(upper.T, noise.parameters(0, len(upper)), lower=1, trans=1)
-    return solution
+    return solve_upper(upper, noise.parameters(0, len(upper)))

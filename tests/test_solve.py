@@ -452,7 +452,6 @@ def test_rows_beyond_32_bits_are_refused_only_where_lapack_counts_in_them(monkey
 @pytest.mark.parametrize("rows", [1, 3, 4, 5, 8, 24, 29])
 def test_large_kernels_are_factorized_block_by_block_like_small_ones(rows, monkeypatch):
     # LAPACK itself ends the process beyond about 15,000 rows on two cores.
-    monkeypatch.setattr(jacstore.factorization, "LAPACK_ROWS", 4)
     monkeypatch.setattr(jacstore.factorization, "BLOCK_ROWS", 4)
     monkeypatch.setattr(jacstore.factorization, "BLOCK_COLUMNS", 6)
     factors = np.random.default_rng(rows).normal(size=(rows, 40))
@@ -464,6 +463,37 @@ def test_large_kernels_are_factorized_block_by_block_like_small_ones(rows, monke
         spoiled = matrix.copy()
         spoiled[bad, bad] = -1e6
         assert jacstore.factorization.cholesky(spoiled, 0.5)[1] == bad + 1
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5, 11, 24])
+def test_scipy_which_holds_back_signals_gets_only_blocks(rows, monkeypatch):
+    monkeypatch.setattr(jacstore.factorization, "BLOCK_ROWS", 4)
+    monkeypatch.setattr(jacstore.factorization, "BLOCK_COLUMNS", 6)
+    seen = set()
+
+    def watched(module, name):
+        real = getattr(module, name)
+
+        def call(*args, **options):
+            arrays = [value for value in args if isinstance(value, np.ndarray)]
+            seen.update((name, max(value.shape) <= 6 and min(value.shape) <= 4) for value in arrays)
+            return real(*args, **options)
+
+        monkeypatch.setattr(module, name, call)
+
+    for module in (jacstore.factorization.lapack, jacstore.factorization.blas):
+        for name in [name for name in dir(module) if name.startswith("d") and callable(getattr(module, name))]:
+            watched(module, name)
+    factors = np.random.default_rng(rows).normal(size=(rows, 40))
+    matrix, right = factors @ factors.T, np.random.default_rng(9).normal(size=(rows, 9))
+    factor = KernelFactor(matrix, 0.5)
+    inverse = np.linalg.inv(matrix + 0.5 * np.eye(rows))
+    assert error(factor.solve(right), inverse @ right) < 1e-12
+    assert error(factor.diag_inv(), np.diagonal(inverse)) < 1e-12
+    upper = np.linalg.cholesky(matrix + 0.5 * np.eye(rows)).T
+    spoiled = upper + np.tril(np.full((rows, rows), np.nan), -1)
+    assert error(jacstore.factorization.solve_upper(spoiled, right), np.linalg.solve(upper, right)) < 1e-12
+    assert seen and all(small for _, small in seen), sorted(seen)
 
 
 @pytest.mark.slow
