@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from jacstore.curvature import ggn_operator, hvp_operator, jacobian_operator
     from jacstore.dynamics import gradient_flow
     from jacstore.errors import JacstoreError
+    from jacstore.factor_files import clean
     from jacstore.factoring import spectrum
     from jacstore.goodness import sample_tests
     from jacstore.kernel import Kernel
@@ -40,6 +41,7 @@ __all__ = [
     "StoreWriter",
     "block_cg",
     "build",
+    "clean",
     "ggn",
     "ggn_operator",
     "gradient_dot",
@@ -69,6 +71,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Problem": "problem",
     "build": "builder",
+    "clean": "factor_files",
     "ggn": "normal_matrix",
     "ggn_operator": "curvature",
     "gram": "assembly",

@@ -26,7 +26,8 @@ from jacstore.engine import PRECISIONS
 from jacstore.errors import Damaged, Locked, Refused
 from jacstore.files import Files, Folder
 from jacstore.finish import finish_group
-from jacstore.kernel import FACTORS, LEAVES, WHOLE, Kernel, expected_bytes, layouts
+from jacstore.kept_arrays import FACTORS
+from jacstore.kernel import LEAVES, WHOLE, Kernel, expected_bytes, layouts
 from jacstore.lazy import as_store, check_mode, default_precision, made_alike, refuse_unlike
 from jacstore.ledger import Lock, compare_requested
 from jacstore.machine import format_size, parse_size

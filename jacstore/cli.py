@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -27,6 +28,11 @@ def main() -> None:
 def _starting(command: Callable[..., Any]) -> Callable[..., Any]:
     command = click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")(command)
     return click.option("--overwrite", is_flag=True, help="Delete what is there and start anew.")(command)
+
+
+def _keeping(command: Callable[..., Any]) -> Callable[..., Any]:
+    words = 'Keep the factorization in the folder of KERNEL for next time, or not; "jacstore clean" removes it.'
+    return click.option("--keep/--no-keep", default=True, show_default=True, help=words)(command)
 
 
 @main.command()
@@ -137,6 +143,24 @@ def info(shared: Shared, path: str) -> None:
 
 
 @main.command()
+@click.argument("kernel")
+@common
+def clean(shared: Shared, kernel: str) -> None:
+    """Remove the factorizations that predict and sample keep in the folder of KERNEL to save time.
+
+    The kernel stays as it is, and what was removed is computed again when it is needed.
+    """
+
+    def work(lines: Lines, stop: Stop) -> dict[str, Any]:
+        import jacstore
+
+        removed = [asdict(kept) for kept in jacstore.clean(kernel)]
+        return {"kernel": kernel, "removed": removed, "bytes_freed": sum(kept["bytes"] for kept in removed)}
+
+    run(work, wording.clean, shared)
+
+
+@main.command()
 @click.argument("path")
 @click.option(
     "--target", metavar="TARGET", help="What a store should be of: compare fingerprint and inputs, recompute rows."
@@ -184,9 +208,7 @@ def verify(
 @click.option(
     "--from-network", is_flag=True, help="Fit what the stored outputs leave of the targets, and add outputs again."
 )
-@click.option(
-    "--keep/--no-keep", default=True, help="Keep the factorization in the folder of KERNEL for next time, or not."
-)
+@_keeping
 @click.option("--memory", metavar="SIZE", help="Memory to use, such as 8GB. [default: half of what is available]")
 @common
 def predict(shared: Shared, kernel: str, cross: str, labels: str, out: str, **options: Any) -> None:
@@ -240,6 +262,7 @@ def spectrum(shared: Shared, kernel: str, top: int, alpha: str | None, memory: s
 @click.option("--q", type=int, metavar="Q", help="Quadrature points of ciq. [default: from the error]")
 @click.option("--memory", metavar="SIZE", help="Host memory to use, such as 8GB. [default: half of what is available]")
 @click.option("--precision", help="float64 or float32: type of the products with J. [default: from the store]")
+@_keeping
 @click.option("--overwrite", is_flag=True, help="Delete what is there and start anew.")
 @common
 def sample(shared: Shared, store: str, kernel: str | None, **options: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,27 +17,24 @@ import numpy as np
 from jacstore import hierarchy, machine
 from jacstore.errors import Damaged, Locked, Refused
 from jacstore.files import Folder
-from jacstore.kernel import FACTORS, Kernel
+from jacstore.kept_arrays import (
+    ARRAYS,
+    FACTORS,
+    LOCKS,
+    NUMBER,
+    FactorRecord,
+    KeptFactorization,
+    drop_factorizations,
+    read_record,
+    record_kind,
+)
+from jacstore.kernel import Kernel, open_kernel
 from jacstore.ledger import Lock, sweep
 from jacstore.machine import format_size
 from jacstore.pieces import ArrayLayout, FileEncoder, FileRecord, decode, raw
 from jacstore.progress import silent
-from jacstore.schema import Open, short_hash, typed
 
 SQUARE = 2048
-NUMBER = 0  # of the one record of each kind
-# Range of the locks, apart from those of items and groups, so that starting a kernel anew waits for nobody's factor.
-LOCK = {"cholesky": 2_000_000, "eigh": 2_000_001}
-
-
-@dataclass(frozen=True, kw_only=True)
-class FactorRecord(Open):
-    """What the record of a factorization says: the kernel it is of, what was added to its diagonal, its norm, files."""
-
-    of: str
-    alpha: float | None
-    norm: float
-    files: dict[str, Any]
 
 
 class Kept:
@@ -52,22 +49,14 @@ class Kept:
     def __init__(self, kernel: Kernel, files: Folder, method: str, alpha: float | None) -> None:
         self.kernel, self.files, self.method, self.alpha = kernel, files, method, alpha
         self.rows = kernel.shape[0]
-        self.identity = _identity(kernel)
-        self.found: FactorRecord | None = None
-        with contextlib.suppress(Damaged):
-            record = typed(FactorRecord, kernel.ledger.read(self._kind, NUMBER))
-            if (record.of, record.alpha) == (self.identity, alpha):
-                self.found = record
-
-    @property
-    def _kind(self) -> str:
-        return f"factor-{self.method}"
+        self.content, self._kind = kernel.content(), record_kind(method)
+        record = read_record(kernel.ledger, method)
+        matches = record is not None and (record.of, record.alpha) == (self.content, alpha)
+        self.found: FactorRecord | None = record if matches else None
 
     def layouts(self) -> list[ArrayLayout]:
         """The arrays: U of a Cholesky factor, upper squares only, or values and vectors."""
-        if self.method == "cholesky":
-            return [self._layout("cholesky", 2)]
-        return [self._layout("eigenvalues", 1), self._layout("eigenvectors", 2)]
+        return [self._layout(name, 1 if name == "eigenvalues" else 2) for name in ARRAYS[self.method]]
 
     def _layout(self, name: str, axes: int) -> ArrayLayout:
         return ArrayLayout(
@@ -129,7 +118,7 @@ class Kept:
 
     def save(self, arrays: Sequence[np.ndarray], norm: float) -> None:
         """Write the arrays and then their record; leave it if another process is writing the same."""
-        lock = LOCK[self.method]
+        lock = LOCKS[self.method]
         with contextlib.suppress(Locked), Lock(self.files, lock, lock, silent):
             sweep(self.files, [self._kind], [NUMBER])
             self.kernel.ledger.forget(self._kind, NUMBER)
@@ -138,7 +127,7 @@ class Kept:
             for layout, array in zip(self.layouts(), arrays, strict=True):
                 self._write(layout, array, files)
             self.files.sync_folders(files)
-            record = {"of": self.identity, "alpha": self.alpha, "norm": norm, "files": files}
+            record = {"of": self.content, "alpha": self.alpha, "norm": norm, "files": files}
             self.kernel.ledger.record(self._kind, NUMBER, record)
 
     def _write(self, layout: ArrayLayout, array: np.ndarray, files: dict[str, Any]) -> None:
@@ -161,7 +150,26 @@ def kept_for(kernel: Kernel | None, method: str, alpha: float | None = None) -> 
     return Kept(kernel, kernel.files, method, alpha)
 
 
-def _identity(kernel: Kernel) -> str:
-    """What was asked for, and the bytes that came of it."""
-    facts = [kernel.record(number).files for number in kernel.ledger.done("tiles")]
-    return short_hash([kernel.identity(), sorted(item for files in facts for item in files.items())])
+def clean(kernel: Kernel | str | Path) -> list[KeptFactorization]:
+    """Remove what solvers and samplers keep in the folder of a kernel, and return what that was.
+
+    `KernelFactor`, `KernelRidge`, `sample` and `jacstore predict` keep a factorization there, up to five times the
+    bytes of a float32 kernel, and use it again. All of it can be computed again; the kernel itself stays as it is.
+
+    Parameters
+    ----------
+    kernel
+        A kernel on disk or its path; one in RAM keeps nothing.
+
+    Raises
+    ------
+    Refused
+        If the path is not a kernel, or the folder cannot be written.
+    Locked
+        If another process is writing a factorization.
+    """
+    opened = open_kernel(str(kernel)) if isinstance(kernel, str | Path) else kernel
+    found = opened.kept()
+    if isinstance(opened.files, Folder) and found:
+        drop_factorizations(opened.files, opened.ledger)
+    return found

@@ -87,6 +87,7 @@ def sample_tests(
     likelihood: str = "gaussian",
     memory: int | str | None = None,
     precision: str | None = None,
+    keep: bool = True,
 ) -> SampleTests:
     """Test samples `(n, P)` of the Laplace posterior: one pass over J, and an eigendecomposition of the kernel.
 
@@ -98,7 +99,7 @@ def sample_tests(
         A finished store and its kernel of mode full.
     alpha, likelihood
         Of the posterior.
-    memory, precision
+    memory, precision, keep
         As in `jacstore.sample`.
     """
     budget = default_memory(memory)
@@ -112,7 +113,7 @@ def sample_tests(
         raise Refused(f"samples of type {z.dtype}, or NaN or infinity among them; allowed are finite real numbers")
     alpha = checked_alpha(alpha)
     weighted = WeightedJacobian(jacobian, likelihood)
-    factor = DualKernel(weighted, opened, budget).factor(alpha, "eigh")
+    factor = DualKernel(weighted, opened, budget, keep).factor(alpha, "eigh")
     projected = weighted.times(z.T)
     values = factor.eigenvalues
     rounding = max(factor.error, len(values) * 2.0**-53 * float(values[-1]))

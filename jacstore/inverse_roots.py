@@ -63,8 +63,8 @@ class WeightedJacobian:
 class DualKernel:
     """`G = Lᵀ J Jᵀ L`: from a stored kernel, or as two passes over J a product."""
 
-    def __init__(self, jacobian: WeightedJacobian, kernel: Any, memory: int | str | None) -> None:
-        self.jacobian, self.kernel, self.memory = jacobian, kernel, memory
+    def __init__(self, jacobian: WeightedJacobian, kernel: Any, memory: int | str | None, keep: bool) -> None:
+        self.jacobian, self.kernel, self.memory, self.keep = jacobian, kernel, memory, keep
         self.rows = jacobian.shape[0]
 
     def array(self) -> tuple[Any, int | None]:
@@ -78,7 +78,7 @@ class DualKernel:
 
     def factor(self, alpha: float, method: str) -> KernelFactor:
         matrix, outputs = self.array()
-        return KernelFactor(matrix, alpha, method, outputs=outputs, memory=self.memory)
+        return KernelFactor(matrix, alpha, method, outputs=outputs, memory=self.memory, keep=self.keep)
 
     def load(self) -> np.ndarray:
         """All of it, with memory for a second one."""

@@ -7,7 +7,7 @@ import math
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 from urllib.parse import quote
 
@@ -18,6 +18,7 @@ from jacstore import hierarchy
 from jacstore.attributes import KernelAttributes, check_kernel
 from jacstore.errors import Damaged, Incomplete, Refused
 from jacstore.files import Files, Folder
+from jacstore.kept_arrays import KeptFactorization, kept_factorizations
 from jacstore.ledger import FORMAT_VERSION, Ledger, readable
 from jacstore.pieces import ArrayLayout, FileEncoder, FileRecord, check_file, decode, page_aligned, raw
 from jacstore.plan import GramPlan, block_shape
@@ -31,8 +32,6 @@ DIMENSIONS = {
     "blocks": ("example", "output", "other_output"),
 }
 WHOLE, LEAVES = "kernel", "leaves"
-# What solvers keep beside the kernel; see `factor_files`.
-FACTORS = "factors"
 
 
 def array_names(leaves: Sequence[str]) -> list[str]:
@@ -250,6 +249,7 @@ class Kernel:
             "groups_damaged": damaged,
             "items_total": len(plan.items),
             "bytes_stored": sum(facts[0] for record in records for facts in record.files.values()),
+            "kept": [asdict(kept) for kept in self.kept()],
             "engine": self.resolved["engine"],
             "precision": self.resolved["precision"],
             "exact_diagonal": self.exact_diagonal,
@@ -278,6 +278,15 @@ class Kernel:
     def identity(self) -> str:
         """Hash of the request, which names the stores by their bytes."""
         return short_hash(self.requested)
+
+    def content(self) -> str:
+        """Hash of the request and of the recorded bytes of all tiles."""
+        records, _ = readable(self.record, self.ledger.done("tiles"))
+        return short_hash([self.identity(), sorted(item for record in records for item in record.files.items())])
+
+    def kept(self) -> list[KeptFactorization]:
+        """Factorizations that solvers keep in the kernel's folder; `jacstore.clean` removes them."""
+        return kept_factorizations(self.files, self.ledger, self.content)
 
     def write_tile(self, index: int, i: int, j: int, tile: np.ndarray) -> dict[str, list[Any]]:
         """Write tile (i, j) of an array and, in a full symmetric kernel, its mirror; returns their records."""

@@ -54,6 +54,7 @@ def sample(
     out: str | Path | None = None,
     memory: int | str | None = None,
     precision: str | None = None,
+    keep: bool = True,
     overwrite: bool = False,
     listener: Listener = silent,
     stop: Callable[[], bool] | None = None,
@@ -96,6 +97,8 @@ def sample(
     precision
         Type of the products with J, float32 or float64. Default as for `jacstore.operator`, but float64 for iterations
         without a kernel, which would gather rounding.
+    keep
+        Whether methods perturb and eigh keep the factorization in the kernel's folder, for the next call.
     overwrite
         Delete what is at `out` and start anew.
     listener
@@ -111,7 +114,7 @@ def sample(
         If `out` holds samples of another request.
     """
     noise = KeyedNoise(key=key, n=n)
-    plan = _Plan(store, kernel, alpha, n, likelihood, method, error, q, memory, precision)
+    plan = _Plan(store, kernel, alpha, n, likelihood, method, error, q, memory, precision, keep)
     requested = {**plan.requested, "key": int(key), "n": int(n)}
     with kept_in(out, requested, overwrite, listener, stop) as kept:
         return _draw(plan, noise, kept, listener)
@@ -121,11 +124,11 @@ def sample_from(
     noise: Noise, store: JacobianStore | str | Path, kernel: Kernel | str | Path | None = None, **options: Any
 ) -> np.ndarray:
     """The linear map of `sample`, applied to noise of one's own: options as there, without n, key and out."""
-    allowed = {"alpha", "likelihood", "method", "error", "q", "memory", "precision"}
+    allowed = {"alpha", "likelihood", "method", "error", "q", "memory", "precision", "keep"}
     if not {"alpha"} <= options.keys() <= allowed:
         raise Refused(f"options {', '.join(options)}; needed is alpha, allowed are {', '.join(sorted(allowed))}")
     defaults = {"likelihood": "gaussian", "method": "auto", "error": None, "q": None, "memory": None, "precision": None}
-    plan = _Plan(store, kernel, n=noise.n, **{**defaults, **options})
+    plan = _Plan(store, kernel, n=noise.n, **{**defaults, "keep": True, **options})
     with kept_in(None, {}, False, silent, None) as kept:
         return _draw(plan, noise, kept, silent)
 
@@ -145,6 +148,7 @@ class _Plan:
         q: int | None,
         memory: int | str | None,
         precision: str | None,
+        keep: bool,
     ) -> None:
         if method not in METHODS:
             raise Refused(f"--method {method}: allowed are {', '.join(METHODS)} (method=)")
@@ -185,7 +189,7 @@ class _Plan:
             jacobian = JacobianOperator(self.store, left, precision="float64")
         self.jacobian = jacobian
         self.weighted = WeightedJacobian(jacobian, likelihood)
-        self.kernel = DualKernel(self.weighted, opened, self.memory)
+        self.kernel = DualKernel(self.weighted, opened, self.memory, keep)
         self.request = Request(alpha=alpha, method=chosen, error=1e-4 if error is None else error, q=q)
         self.requested = {
             "store": self.store.identity(),

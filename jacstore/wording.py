@@ -194,8 +194,22 @@ def info(r: dict[str, Any]) -> str:
             f"{'complete' if r['complete'] else 'incomplete'}: {r['tiles_done']} of {r['tiles_total']} tiles",
             _error_line(r["numerics"]) + (", exact norms on the diagonal" if r["exact_diagonal"] else ""),
             f"from {', '.join(r['stores'])}",
+            *(f"kept beside it: {_kept(kept)}" for kept in r["kept"]),
         ]
     )
+
+
+def clean(r: dict[str, Any]) -> str:
+    if not r["removed"]:
+        return f"{r['kernel']}: nothing is kept beside it"
+    return "\n".join(f"{r['kernel']}: removed {_kept(kept)}" for kept in r["removed"])
+
+
+def _kept(kept: dict[str, Any]) -> str:
+    what = {"cholesky": "Cholesky factor", "eigh": "eigendecomposition"}[kept["method"]]
+    alpha = "" if kept["alpha"] is None else f", alpha {kept['alpha']:.4g}"
+    state = "" if kept["usable"] else ", not of the present bytes of the kernel"
+    return f"{what}{alpha}, {format_size(kept['bytes'])}{state}"
 
 
 def predict(r: dict[str, Any]) -> str:

@@ -31,6 +31,10 @@ import jacstore
 import jacstore.terminal
 import jacstore.wording
 from jacstore import StoreWriter, build
+from jacstore.files import Folder
+from jacstore.ledger import Lock
+from jacstore.machine import format_size
+from jacstore.progress import silent
 from jacstore.testing import TOLERANCE, mlp, row_error
 
 # Flags and keys of the contract.
@@ -43,12 +47,13 @@ FLAGS = {
     | {"--mode", "--precision", "--engine", "--tile", "--by-leaf", "--triangle", "--scheduler", "--workers"}
     | {"--exact-diagonal"},
     "info": SHARED,
+    "clean": SHARED,
     "predict": SHARED | {"--labels", "--alpha", "--out", "--from-network", "--keep", "--no-keep", "--memory"},
     "spectrum": SHARED | {"--top", "--alpha", "--memory"},
     "verify": SHARED | {"--target", "--store", "--samples", "--full"},
     "sample": SHARED
     | {"--alpha", "--n", "--key", "--out", "--likelihood", "--method", "--error", "--q", "--memory", "--precision"}
-    | {"--overwrite"},
+    | {"--overwrite", "--keep", "--no-keep"},
 }
 ALL_KEYS = {
     "build": "store, examples, outputs, parameters, leaves, units_total, units_computed, units_reused, bytes_stored, "
@@ -276,6 +281,45 @@ def test_a_prediction_may_leave_the_kernel_as_it_is(kernels, tmp_path):
     assert contents(kernels[0]) == before
     done(*words)
     assert contents(kernels[0]) != before and one_object(*words)["factor_reused"]
+
+
+@pytest.mark.parametrize(("alpha", "method"), [("0.1", "cholesky"), ("0.1,1", "eigh")])
+def test_what_is_kept_beside_a_kernel_is_said_with_its_bytes_and_can_be_removed(alpha, method, kernels, tmp_path):
+    before, words = contents(kernels[0]), ("predict", *kernels, "--alpha", alpha, "--out", tmp_path / "p.npy")
+    assert one_object("info", kernels[0])["kept"] == []
+    assert done("clean", kernels[0]) == f"{kernels[0]}: nothing is kept beside it\n"
+    done(*words)
+    new = sum(len(data) for name, data in contents(kernels[0], "factors").items())
+    (kept,) = one_object("info", kernels[0])["kept"]
+    assert (kept["method"], kept["alpha"]) == (method, 0.1 if method == "cholesky" else None)
+    # Zarr's own description of the group is not counted.
+    assert kept["usable"] and 0 <= new - kept["bytes"] < 500 and kept["bytes"] > 8 * 30**2 / 2
+    what = {"cholesky": "Cholesky factor, alpha 0.1", "eigh": "eigendecomposition"}[method]
+    assert f"kept beside it: {what}, {format_size(kept['bytes'])}\n" in done("info", kernels[0])
+    found = one_object("clean", kernels[0])
+    assert found == {"kernel": str(kernels[0]), "removed": [kept], "bytes_freed": kept["bytes"]}
+    assert contents(kernels[0]) == before and not (kernels[0] / "factors").exists()
+    assert not one_object(*words)["factor_reused"]
+
+
+def test_what_is_kept_of_other_bytes_or_without_a_record_is_said_and_removed_too(kernels, tmp_path):
+    done("predict", *kernels, "--alpha", "0.1", "--out", tmp_path / "p.npy")
+    (record,) = (kernels[0] / "ledger").glob("factor-*")
+    record.write_text("{}")
+    (kept,) = one_object("info", kernels[0])["kept"]
+    assert not kept["usable"] and kept["alpha"] is None and kept["bytes"] > 0
+    assert "not of the present bytes of the kernel" in done("clean", kernels[0])
+    assert jacstore.clean(kernels[0]) == [] == jacstore.open(kernels[0]).info()["kept"]
+
+
+def test_only_kernels_are_cleaned_and_not_while_a_factorization_is_written(kernels, finished, tmp_path):
+    assert "is a store, not a kernel" in failed("clean", finished)
+    done("predict", *kernels, "--alpha", "0.1", "--out", tmp_path / "p.npy")
+    before = contents(kernels[0], "factors")
+    with Lock(Folder(kernels[0]), 2_000_000, 2_000_000, silent):
+        assert "is being worked on" in failed("clean", kernels[0])
+    assert contents(kernels[0], "factors") == before
+    assert jacstore.clean(jacstore.gram(finished)) == []
 
 
 def test_what_cannot_be_predicted_is_one_line(kernels, finished, tmp_path):
