@@ -130,12 +130,21 @@ def largest_difference(
     return (largest, bound, None) if largest / bound >= slack else (figure, limit, None)
 
 
+def longest_sum(store: JacobianStore) -> int:
+    """Products that an entry of a kernel may be summed from: one per column, or per pair of positions of factors."""
+    longest = store.n_parameters
+    for leaf in store.leaves:
+        numbers = [math.prod(store.layouts[operand_array(name)].shape[1:]) for name in leaf.operands]
+        longest = max(longest, sum(numbers) ** 2)
+    return longest
+
+
 class Diagonal:
     """The diagonal of a symmetric kernel, and the exact norms that it should be."""
 
     def __init__(self, store: JacobianStore, kernel: Kernel) -> None:
         self.store, self.plan, self.by_leaf = store, kernel.plan, bool(kernel.leaves)
-        self.more = squares_bound(kernel.precision, kernel.engine, store.n_parameters) + ROUNDOFF[kernel.dtype.name]
+        self.more = squares_bound(kernel.precision, kernel.engine, longest_sum(store)) + ROUNDOFF[kernel.dtype.name]
         if kernel.rounded_to:
             self.more += 2 * ROUNDOFF[kernel.rounded_to]
         factored = any(not leaf.dense for leaf in store.leaves)

@@ -10,7 +10,7 @@ import numpy as np
 from jacstore.bounds import ROUNDOFF, SIGMAS, product_bound, rounding_error, squares_bound
 from jacstore.errors import Damaged
 from jacstore.kernel import Kernel
-from jacstore.norms import Diagonal, diagonal_of
+from jacstore.norms import Diagonal, diagonal_of, longest_sum
 from jacstore.products import Found, Wanted
 from jacstore.report import Tally
 from jacstore.store import JacobianStore
@@ -42,7 +42,7 @@ class EntryBounds:
     @classmethod
     def of(cls, kernel: Kernel, stores: list[JacobianStore]) -> EntryBounds:
         """Those of a kernel's precision and of its stores' rounding; worst cases where there is no store."""
-        columns = stores[0].n_parameters if stores else 2**31
+        columns = longest_sum(stores[0]) if stores else 2**31
         amplified = max((store.rounding["amplification"] for store in stores), default=1.0)
         error = product_bound(kernel.precision, kernel.engine, columns) * amplified + ROUNDOFF[kernel.dtype.name]
         if kernel.rounded_to:

@@ -31,8 +31,12 @@ from jacstore.testing import contraction, dense_kernel, dense_rows
 LIMIT = 1e-11
 # What is cast to 16 bits inside is rounded wherever the compiler likes.
 LIMITS_16 = {"bfloat16": 0.1, "float16": 0.01}
+# Where all that is summed cancels (an odd function of x and of -x), only its rounding is left.
+VANISHED = 1e-13
 FAST_COMPILATION = "jax_disable_most_optimizations"
 CASES = 24
+# Rows that cancel to their rounding, kinks, and long sums over pairs of positions, which were once taken for faults.
+REFUSED_ONCE = (10109, 10511, 10948, 11606)
 
 Apply = Callable[[Any, Any], Any]
 Weight = Callable[[Any], Any]
@@ -861,7 +865,7 @@ def close(what: str, found: Any, truth: np.ndarray, limit: float) -> None:
     if found.shape != truth.shape:
         raise AssertionError(f"{what}: shape {found.shape} instead of {truth.shape}")
     error = np.linalg.norm(found - truth)
-    if not error <= limit * np.linalg.norm(truth):
+    if not error <= limit * np.linalg.norm(truth) + VANISHED:
         raise AssertionError(f"{what}: error {error:.3g} of {np.linalg.norm(truth):.3g}")
 
 
@@ -877,7 +881,7 @@ def prepared() -> Iterator[None]:
         jax.config.update(FAST_COMPILATION, before)
 
 
-@pytest.mark.parametrize("seed", range(CASES))
+@pytest.mark.parametrize("seed", [*range(CASES), *REFUSED_ONCE])
 def test_rows_norms_and_kernels_of_any_function_are_those_of_jacrev(seed):
     with prepared():
         check(case_of(seed))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jacstore
-from jacstore import wording
+from jacstore import Problem, wording
 from jacstore.errors import ProbeFailed
 from jacstore.row_check import RowCheck
 from jacstore.terms import Dot
@@ -69,6 +71,37 @@ def test_what_is_right_passes_in_every_type_and_for_every_example(dtype, monkeyp
     monkeypatch.setattr("jacstore.row_check.SHARE", 1e9)
     for problem in (mlp(20), cnn(20), cnn(20, outputs="sum")):
         jacstore.build(problem, None, dtype=dtype, unit_size=10)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_rows_of_which_only_rounding_is_left_are_no_fault(dtype, monkeypatch):
+    monkeypatch.setattr("jacstore.row_check.SHARE", 1e9)
+    rng = np.random.default_rng(3)
+    params = {"w": rng.normal(size=(5, 7)), "v": rng.normal(size=(7, 3))}
+
+    def odd(p, x):
+        return jnp.tanh(x @ p["w"]) @ p["v"]
+
+    problem = Problem(
+        apply=lambda p, x: jax.vmap(odd, (None, 0))(p, jnp.stack([x, -x])).sum(0),
+        params={name: value.astype(dtype) for name, value in params.items()},
+        inputs=rng.normal(size=(12, 5)).astype(dtype),
+    )
+    store = jacstore.build(problem, None, dtype=dtype, unit_size=4)
+    assert np.linalg.norm(store.array.compute()) < (1e-4 if dtype == "float32" else 1e-13)
+
+
+def test_a_wrong_row_is_not_taken_for_rounding_where_other_leaves_cancel(monkeypatch):
+    spoil(monkeypatch, lambda term: replace(term, scale=1.2 * term.scale) if isinstance(term, Dot) else term)
+    problem = mlp(8, outputs="sum")
+    used, params = problem.apply, {**problem.params, "odd": np.ones(4, np.float32)}
+
+    def apply(p, x):
+        rest = {k: v for k, v in p.items() if k != "odd"}
+        return used(rest, x) + (jnp.tanh(p["odd"] * 0.3).sum() - jnp.tanh(p["odd"] * 0.3).sum())
+
+    with pytest.raises(ProbeFailed, match="'layer0/w' is not the gradient"):
+        jacstore.build(replace(problem, apply=apply, params=params), None, layout="factored", unit_size=4)
 
 
 def test_examples_that_are_not_finite_are_left_to_the_build():
