@@ -67,6 +67,8 @@ class Arrays:
                 "axis; change inputs="
             )
         self.named = named
+        # The chunk of each leaf that the next examples are in: its first example, and its numbers.
+        self._chunks: dict[str, tuple[int, np.ndarray]] = {}
         self.treedef = jax.tree_util.tree_structure(inputs)
         self.n_examples = int(next(iter(lengths.values())))
 
@@ -75,7 +77,7 @@ class Arrays:
         arrays = []
         for path, leaf in self.named:
             with naming(f"inputs leaf {path!r} raised at examples {start}:{stop}", "change inputs="):
-                array = _by_chunks(leaf, start, stop, f"inputs leaf {path!r}")
+                array = self._by_chunks(path, leaf, start, stop)
             if array.shape[:1] != (stop - start,):
                 raise Refused(
                     f"inputs leaf {path!r} gave shape {array.shape} for examples {start}:{stop}; the first axis "
@@ -85,9 +87,39 @@ class Arrays:
         return jax.tree_util.tree_unflatten(self.treedef, arrays)
 
     def bytes_held(self) -> tuple[int, int]:
-        """Bytes of one example, and of what is decoded beside it while some are read: whole chunks."""
+        """Bytes of one example, and of what is held beside it: a chunk of each leaf, and what decoding one takes.
+
+        Zarr holds a chunk as it is stored, as it is decoded, and as it is returned.
+        """
         each = sum(_example_bytes(leaf) for _, leaf in self.named)
-        return each, max(_example_bytes(leaf) * _chunk_length(leaf) for _, leaf in self.named)
+        chunks = [_example_bytes(leaf) * _chunk_length(leaf) for _, leaf in self.named]
+        return each, sum(chunks) + 2 * max(chunks)
+
+    def _by_chunks(self, path: str, leaf: Any, start: int, stop: int) -> np.ndarray:
+        """Examples of one leaf, those of one chunk after the other: few chunks are in memory, each is decoded once."""
+        length, what = _chunk_length(leaf), f"inputs leaf {path!r}"
+        if not length:
+            return numeric(leaf[start:stop], what)
+        borders = [start, *range((start // length + 1) * length, stop, length), stop]
+        parts = [self._of_chunk(path, leaf, a, b, a // length * length, length) for a, b in itertools.pairwise(borders)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _of_chunk(self, path: str, leaf: Any, start: int, stop: int, first: int, length: int) -> np.ndarray:
+        """Examples that are all in one chunk, which is kept while others of it may follow."""
+        last, what = min(first + length, self.n_examples), f"inputs leaf {path!r}"
+        kept = self._chunks.get(path)
+        if kept is None or kept[0] != first:
+            self._chunks.pop(path, None)
+            if (start, stop) == (first, last):
+                return numeric(leaf[start:stop], what)
+            kept = (first, numeric(leaf[first:last], what))
+            if kept[1].shape[:1] != (last - first,):
+                return kept[1]
+            self._chunks[path] = kept
+        if stop == last:
+            self._chunks.pop(path, None)
+        # A copy: a view would hold all of the chunk as long as the batch.
+        return kept[1][start - first : stop - first].copy()
 
 
 def _example_bytes(leaf: Any) -> int:
@@ -100,14 +132,6 @@ def _chunk_length(leaf: Any) -> int:
     if not isinstance(chunks, tuple) or not chunks:
         return 0
     return int(max(chunks[0], default=0) if isinstance(chunks[0], tuple) else chunks[0])
-
-
-def _by_chunks(leaf: Any, start: int, stop: int, what: str) -> np.ndarray:
-    """Examples of one leaf, those of one chunk after the other, so that few chunks are decoded at once."""
-    length = _chunk_length(leaf)
-    borders = [start, *range((start // length + 1) * length, stop, length), stop] if length else [start, stop]
-    parts = [numeric(leaf[a:b], what) for a, b in itertools.pairwise(borders)]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 class Dataset:

@@ -550,11 +550,11 @@ class Chunked:
 
     def __init__(self, values, length):
         self.values, self.shape, self.dtype = values, values.shape, values.dtype
-        self.chunks, self.most = (length, *values.shape[1:]), 0
+        self.chunks, self.most, self.decoded = (length, *values.shape[1:]), 0, 0
 
     def __getitem__(self, at):
         touched = -(-at.stop // self.chunks[0]) - at.start // self.chunks[0]
-        self.most = max(self.most, touched)
+        self.most, self.decoded = max(self.most, touched), self.decoded + touched
         return self.values[at]
 
 
@@ -562,14 +562,31 @@ def test_chunks_of_inputs_are_decoded_one_after_the_other():
     held = Chunked(np.random.default_rng(0).normal(size=(20, D)).astype(np.float32), 3)
     problem = linear_problem(inputs=held)
     assert np.array_equal(problem.read(1, 20), held.values[1:20]) and held.most == 1
-    assert problem.bytes_held() == (4 * D, 3 * 4 * D)
+    assert problem.bytes_held() == (4 * D, 3 * 3 * 4 * D)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 4, 6, 25])
+def test_each_chunk_of_inputs_is_decoded_once_while_examples_are_read_in_order(batch_size):
+    held = Chunked(np.random.default_rng(0).normal(size=(25, D)).astype(np.float32), 6)
+    problem = linear_problem(inputs=held)
+    read = [problem.read(a, min(a + batch_size, 25)) for a in range(0, 25, batch_size)]
+    assert np.array_equal(np.concatenate(read), held.values)
+    assert (held.decoded, held.most) == (5, 1)
+    assert np.array_equal(problem.read(2, 3), held.values[2:3]) and np.array_equal(problem.read(0, 25), held.values)
+
+
+def test_a_chunk_that_gives_other_examples_than_asked_for_is_refused():
+    held = Chunked(np.zeros((25, D), np.float32), 6)
+    held.values = held.values[:22]
+    problem = linear_problem(inputs=held)
+    assert "the first axis has to be 2" in refusal(problem.read, 22, 24)
 
 
 def test_chunks_of_inputs_that_do_not_fit_are_refused():
     held = Chunked(np.zeros((4, 100), np.float32), 1_000_000)
     problem = linear_problem(inputs=held, apply=lambda p, x: linear(p, x[:D]))
     assert "smaller chunks" in refusal(jacstore.build, problem, None, memory="100MB")
-    assert jacstore.build(problem, None, memory="1GB").report["complete"]
+    assert jacstore.build(problem, None, memory="2GB").report["complete"]
 
 
 # --- fingerprint ------------------------------------------------------------------------------------------------------
