@@ -18,11 +18,11 @@ import numpy as np
 
 from jacstore.blocks import UnitBlock
 from jacstore.bounds import ROUNDOFF, compute_dtype
-from jacstore.devices import device
 from jacstore.errors import ProbeFailed
 from jacstore.problem import Prepared, precision_context
 from jacstore.store import operand_array
 from jacstore.terms import Dense, Leaf, expand
+from jacstore.twofold import compiled_quickly, of_two, twice
 
 # Share of a unit's time that checking it may take; one example is always checked.
 SHARE = 0.02
@@ -31,8 +31,6 @@ GRADIENT_SHARE = 16
 # Wrong terms are off by about the size of the row. Rounding, and a ReLU that falls to the other side of zero, are not.
 LOOSE = {"float32": 1e-2, "float64": 1e-6}
 ROUNDINGS = 64
-# LLVM and fusion take most of the time that a deep network takes to compile.
-QUICK = {"xla_backend_optimization_level": 0, "xla_disable_hlo_passes": "fusion"}
 
 
 class RowCheck:
@@ -68,10 +66,11 @@ class RowCheck:
             if self.bytes_needed + needed <= memory // GRADIENT_SHARE:
                 self.bytes_needed += needed
                 self._checked.append(n)
+        self._two_at_once = prepared.two_at_once
         self._draw = np.random.default_rng()
         self._seconds: float | None = None
         pool = ThreadPoolExecutor(1, "jacstore-check")
-        self._program: Future[Callable[..., Any]] = pool.submit(self._compiled(self._lowered(self._float64)))
+        self._program: Future[Callable[..., Any]] = pool.submit(compiled_quickly, self._lowered(self._float64))
         pool.shutdown(wait=False)
 
     def choose(self, start: int, stop: int, seconds: float) -> list[int]:
@@ -100,7 +99,7 @@ class RowCheck:
             if off > self._tolerance:
                 # A function that fails when it is traced again, or in float64, leaves the first look as it is.
                 with suppress(Exception):
-                    again = self._compiled(self._lowered(float64), quickly=False)()
+                    again = self._lowered(float64).compile()
                     truth = self._gradients(again, example, cotangent, float64)
                     leaf, off = self._worst(truth, at, cotangent, blocks)
         seconds = time.perf_counter() - began
@@ -114,14 +113,24 @@ class RowCheck:
 
     def _lowered(self, float64: bool) -> Any:
         """The plain backward pass of one example for one cotangent, traced by the calling thread."""
+        if self._two_at_once:
+            try:
+                return self._lowered_once(float64)
+            except Exception:
+                # Where it cannot be computed for two examples it is the device pass that says so.
+                self._two_at_once = False
+        return self._lowered_once(float64)
+
+    def _lowered_once(self, float64: bool) -> Any:
         prepared, moving = self._prepared, self._checked
+        function = of_two(prepared.function) if self._two_at_once else prepared.function
 
         def pull(selected: list[Any], rest: list[Any], example: Any, cotangent: Any) -> list[Any]:
             def outputs(moved: list[Any]) -> Any:
                 whole = list(selected)
                 for n, leaf in zip(moving, moved, strict=True):
                     whole[n] = leaf
-                return prepared.function(whole, rest, example)
+                return function(whole, rest, example)
 
             found, back = jax.vjp(outputs, [selected[n] for n in moving])
             gradients: list[Any] = back(cotangent.astype(found.dtype))[0]
@@ -129,25 +138,20 @@ class RowCheck:
 
         with precision_context(float64):
             example = jax.tree_util.tree_map(lambda leaf: leaf[0], prepared.read(0, 1))
-            given = (prepared.selected, prepared.rest, example, np.zeros(prepared.n_outputs))
-            return jax.jit(pull).lower(*_wide(given, float64))
+            return jax.jit(pull).lower(*self._given(example, np.zeros(prepared.n_outputs), float64))
 
-    @staticmethod
-    def _compiled(lowered: Any, quickly: bool = True) -> Callable[[], Callable[..., Any]]:
-        def compiled() -> Callable[..., Any]:
-            if quickly and device().platform == "cpu":
-                try:
-                    return lowered.compile(compiler_options=QUICK)
-                except jax.errors.JaxRuntimeError:
-                    pass  # another XLA may not know these options
-            return lowered.compile()
-
-        return compiled
+    def _given(self, example: Any, cotangent: np.ndarray, float64: bool) -> tuple[Any, ...]:
+        """Arguments of the plain pass; of two copies each has half of the cotangent, and their gradients add up."""
+        prepared = self._prepared
+        if self._two_at_once:
+            example, cotangent = twice(example), np.stack([cotangent / 2, cotangent / 2])
+        wide: tuple[Any, ...] = _wide((prepared.selected, prepared.rest, example, cotangent), float64)
+        return wide
 
     def _gradients(self, program: Callable[..., Any], example: Any, cotangent: np.ndarray, float64: bool) -> list[Any]:
         with precision_context(float64):
-            given = (self._prepared.selected, self._prepared.rest, example, cotangent)
-            return [np.asarray(part, np.float64).reshape(-1) for part in program(*_wide(given, float64))]
+            given = self._given(example, cotangent, float64)
+            return [np.asarray(part, np.float64).reshape(-1) for part in program(*given)]
 
     def _worst(
         self, truth: Sequence[np.ndarray], at: int, cotangent: np.ndarray, blocks: Mapping[str, UnitBlock]

@@ -108,7 +108,8 @@ def cut_before_products(prepared: Prepared, layout: str, float64: bool) -> Cut:
     with precision_context(float64):
         example = jax.tree_util.tree_map(lambda leaf: leaf[0], prepared.read(0, 1))
         described = [(leaf.path, leaf.shape, leaf.dtype) for leaf in prepared.leaves]
-        flat = Backward(prepared.function, prepared.selected, prepared.rest, example)
+        outputs = jax.ShapeDtypeStruct((prepared.n_outputs,), prepared.outputs_dtype)
+        flat = Backward(prepared.function, prepared.selected, prepared.rest, example, outputs)
         return _cut(flat, described, prepared.n_outputs, layout)
 
 
