@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
-import jax.numpy as jnp
 import numpy as np
 
 from jacstore import scans
@@ -37,7 +36,7 @@ class Backward:
             values, pullback = jax.vjp(lambda leaves: function(leaves, rest, example), selected)
             return values, pullback(cotangent)[0]
 
-        arguments = (selected, rest, example, jnp.zeros(outputs.shape, outputs.dtype))
+        arguments = (selected, rest, example, np.zeros(outputs.shape, outputs.dtype))
         traced = jax.make_jaxpr(backward)(*arguments)
         leaves = jax.tree_util.tree_leaves(arguments)
         self.closed = jax.make_jaxpr(lambda *flat: _evaluate(traced.jaxpr, traced.consts, flat, open_scans=True))(
