@@ -15,8 +15,9 @@ import numpy as np
 
 from jacstore.devices import device
 
-# LLVM takes most of the time that a deep network takes to compile, and fusion gives it the same work many times over.
-QUICK = {"xla_backend_optimization_level": 0, "xla_disable_hlo_passes": "fusion"}
+# LLVM takes most of the time that a deep network takes to compile. No pass of XLA's is left out: without fusion, a
+# transform of two signals was transposed wrongly.
+QUICK = {"xla_backend_optimization_level": 0}
 # What a batch computes in another way than one example, or at twice the cost.
 OTHERWISE = {"cond", "while", "conv_general_dilated", "custom_vmap_call", "shard_map"}
 

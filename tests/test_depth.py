@@ -166,3 +166,17 @@ def test_a_function_that_cannot_be_computed_for_two_examples_is_checked_for_one(
     problem = residual(2)
     assert prepare(problem).two_at_once
     assert jacstore.build(problem, None, unit_size=EXAMPLES).report["complete"]
+
+
+def test_a_program_compiled_quickly_computes_the_same():
+    draw = np.random.default_rng(0)
+    weights, signals = draw.standard_normal((6, 9)), draw.standard_normal((2, 6, 10))
+
+    def spectrum(w, rest, x):
+        return jnp.fft.irfft(jnp.fft.rfft(x).T @ w, axis=-1)
+
+    with jax.enable_x64(True):
+        given = (weights, (), signals)
+        found = twofold.compiled_quickly(jax.jit(twofold.of_two(spectrum)).lower(*given))(*given)
+    wanted = [np.fft.irfft(np.fft.rfft(x).T @ weights, axis=-1) for x in signals]
+    assert np.linalg.norm(found - np.stack(wanted)) <= 1e-12 * np.linalg.norm(wanted)
