@@ -177,6 +177,6 @@ def test_a_program_compiled_quickly_computes_the_same():
 
     with jax.enable_x64(True):
         given = (weights, (), signals)
-        found = twofold.compiled_quickly(jax.jit(twofold.of_two(spectrum)).lower(*given))(*given)
+        found = np.asarray(twofold.compiled_quickly(jax.jit(twofold.of_two(spectrum)).lower(*given))(*given))
     wanted = [np.fft.irfft(np.fft.rfft(x).T @ weights, axis=-1) for x in signals]
     assert np.linalg.norm(found - np.stack(wanted)) <= 1e-12 * np.linalg.norm(wanted)
