@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
-import jax.numpy as jnp
 import numpy as np
 
 from jacstore import scans
@@ -30,15 +29,14 @@ CALLS = {
 
 
 class Backward:
-    """The backward pass of one example as one list of equations."""
+    """The backward pass of one example as one list of equations; `outputs` has their shape and type."""
 
-    def __init__(self, function: Any, selected: list[Any], rest: list[Any], example: Any) -> None:
+    def __init__(self, function: Any, selected: list[Any], rest: list[Any], example: Any, outputs: Any) -> None:
         def backward(selected: Any, rest: Any, example: Any, cotangent: Any) -> Any:
-            outputs, pullback = jax.vjp(lambda leaves: function(leaves, rest, example), selected)
-            return outputs, pullback(cotangent)[0]
+            values, pullback = jax.vjp(lambda leaves: function(leaves, rest, example), selected)
+            return values, pullback(cotangent)[0]
 
-        outputs = jax.eval_shape(function, selected, rest, example)
-        arguments = (selected, rest, example, jnp.zeros(outputs.shape, outputs.dtype))
+        arguments = (selected, rest, example, np.zeros(outputs.shape, outputs.dtype))
         traced = jax.make_jaxpr(backward)(*arguments)
         leaves = jax.tree_util.tree_leaves(arguments)
         self.closed = jax.make_jaxpr(lambda *flat: _evaluate(traced.jaxpr, traced.consts, flat, open_scans=True))(

@@ -336,7 +336,8 @@ def _expanding_is_cheaper(terms: list[Factored], operands: Operands, size: int) 
             inside = t * t * window * channels if by_patches(p, shape) else pixels**2 * channels + t * t * window
             implicit += inside + t * t * width
         else:
-            implicit += t * t * (channels + width)
+            inside = 0 if isinstance(p, Dot) and p.inputs is None else channels
+            implicit += t * t * (inside + width)
         expanded += t * size
     return implicit * len(terms) > expanded
 

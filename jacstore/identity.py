@@ -19,7 +19,7 @@ from jacstore.blame import kind_of, naming
 from jacstore.bounds import ROUNDOFF
 from jacstore.outputs import Flat
 from jacstore.parameters import Parameters
-from jacstore.program import primitives, program_text, text_of_jax
+from jacstore.program import program_text, text_and_primitives, text_of_jax
 from jacstore.pytrees import dtype_of, native, paths_and_leaves
 
 # Before a hash of `program_text`; stores written before hold a bare hash of JAX's own text, which continue as well.
@@ -61,9 +61,10 @@ def hash_text_of_jax(jaxpr: ClosedJaxpr) -> str:
 
 def same_program(a: ClosedJaxpr, b: ClosedJaxpr) -> bool:
     """Whether two traces certainly compute the same; what a callback computes cannot be read from a jaxpr."""
-    if any("callback" in name for name in primitives(a)):
+    text, names = text_and_primitives(a)
+    if any("callback" in name for name in names):
         return False
-    return program_text(a) == program_text(b) and hash_constants(a) == hash_constants(b)
+    return text == program_text(b) and hash_constants(a) == hash_constants(b)
 
 
 def lowest_precision(jaxpr: ClosedJaxpr) -> str:

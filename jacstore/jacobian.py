@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from jacstore.devices import device
 from jacstore.errors import Refused
 from jacstore.machine import format_size
 from jacstore.problem import Prepared, own_code, precision_context
+from jacstore.terms import Leaf, renamed
 from jacstore.trace import Cut
 
 LARGEST_BATCH = 512
@@ -155,7 +157,7 @@ class DevicePass:
         roles = {operand.name: operand.role for operand in self.cut.operands}
         other = {name: self._rounded(v) for name, v in factors.items() if roles[name] != "ids"}
         rounded = {name: v for name, v in other.items() if v.dtype != factors[name].dtype}
-        return rounded, [squared_norms(leaf, factors, jnp) for leaf in self.cut.leaves if not leaf.dense]
+        return rounded, [_norms_of(leaf, factors) for leaf in self.cut.leaves if not leaf.dense]
 
     def _rounded(self, rows: Any) -> Any:
         """Rows in the stored type."""
@@ -208,6 +210,18 @@ class DevicePass:
             norms=np.stack(norms, -1),
             outputs=np.asarray(outputs)[:count],
         )
+
+
+def _norms_of(leaf: Leaf, factors: dict[str, Any]) -> Any:
+    """Partial squared norms of a leaf; leaves that are made alike, as those of a network's blocks are, trace once."""
+    names = {name: str(n) for n, name in enumerate(leaf.operands)}
+    alike = replace(leaf, path="", offset=0, why="", terms=tuple(renamed(term, names) for term in leaf.terms))
+    return _norms(alike, {new: factors[name] for name, new in names.items()})
+
+
+@partial(jax.jit, static_argnums=0)
+def _norms(leaf: Leaf, operands: dict[str, Any]) -> Any:
+    return squared_norms(leaf, operands, jnp)
 
 
 def _bytes_of(program: Any, given: bool = True) -> int:

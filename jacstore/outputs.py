@@ -110,7 +110,7 @@ def calling(example: Any) -> AbstractContextManager[None]:
     )
 
 
-def count_outputs(flat: Flat, parameters: Parameters, example: Any) -> int:
-    """How many outputs one example has; nothing is computed."""
+def traced_outputs(flat: Flat, parameters: Parameters, example: Any) -> tuple[Any, Any]:
+    """The program of one example, and shape and type of its outputs `(K,)`; nothing is computed."""
     with calling(example):
-        return int(jax.eval_shape(flat, parameters.selected, parameters.rest, example).size)
+        return jax.make_jaxpr(flat, return_shape=True)(parameters.selected, parameters.rest, example)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -14,13 +15,18 @@ from jacstore.identity import same_program
 from jacstore.outputs import Flat, calling, first_of_batch, flatten_outputs
 from jacstore.parameters import Parameters
 from jacstore.program import traced_anew
+from jacstore.twofold import compiled_quickly, of_two, twice
 
 # Rounding, also in bfloat16, moves outputs by less than this; other random numbers move them by about their size.
 OTHER_FUNCTION = 0.1
 
 
 def probe(
-    flat: Flat, parameters: Parameters, example: Any, batched_apply: Callable[[Any, Any], Any] | None
+    flat: Flat,
+    parameters: Parameters,
+    example: Any,
+    batched_apply: Callable[[Any, Any], Any] | None,
+    two_at_once: bool = False,
 ) -> np.ndarray:
     """Check on example 0 that outputs are finite, repeatable, and those of one example; returns them `(K,)`.
 
@@ -28,6 +34,8 @@ def probe(
     ----------
     batched_apply
         The user's function where it takes a batch, None where it sees one example and cannot couple any.
+    two_at_once
+        Whether each call is of two copies of the example, which compiles faster.
 
     Raises
     ------
@@ -38,7 +46,7 @@ def probe(
     # A non-finite example is the build's to report; with its holes filled the other two probes still mean something.
     example = jax.tree_util.tree_map(_filled, example)
     with calling(example):
-        once, again = _two_calls(flat, parameters, example)
+        once, again = _two_calls(flat, parameters, example, two_at_once)
     if finite and not _finite(once):
         k = int(np.argmin(np.isfinite(once.astype(np.float64))))
         named = zip(parameters.leaves, parameters.selected, strict=True)
@@ -91,17 +99,25 @@ def probe_upcast(as_given: np.ndarray | None, in_float64: np.ndarray) -> None:
         )
 
 
-def _two_calls(flat: Flat, parameters: Parameters, example: Any) -> tuple[np.ndarray, np.ndarray]:
+def _two_calls(flat: Flat, parameters: Parameters, example: Any, two_at_once: bool) -> tuple[np.ndarray, np.ndarray]:
     """Outputs of two calls, each traced anew; a program that comes out the same both times is compiled once."""
-    arguments = (parameters.selected, parameters.rest, example)
-    first, lowered = _or_forgotten(lambda: _traced_and_lowered(flat, arguments))
-    program = lowered.compile()
+    if two_at_once:
+        # Where it cannot be computed for two examples it is the build that says so.
+        with suppress(Exception):
+            once, again = _called_twice(of_two(flat), (parameters.selected, parameters.rest, twice(example)))
+            return once[0], again[0]
+    return _called_twice(flat, (parameters.selected, parameters.rest, example))
+
+
+def _called_twice(function: Flat, arguments: tuple[Any, ...]) -> tuple[np.ndarray, np.ndarray]:
+    first, lowered = _or_forgotten(lambda: _traced_and_lowered(function, arguments))
+    program = compiled_quickly(lowered)
     once = np.asarray(program(*arguments))
     # A jit inside apply keeps what it traced, and with it the first call's noise.
     with traced_anew():
-        second = _traced_anew(flat, arguments)
+        second = _traced_anew(function, arguments)
     if not same_program(first.jaxpr, second.jaxpr):
-        program = second.lower().compile()
+        program = compiled_quickly(second.lower())
     return once, np.asarray(program(*arguments))
 
 

@@ -19,11 +19,12 @@ from jacstore.blame import kind_of
 from jacstore.errors import Refused
 from jacstore.identity import by_text_of_jax, derivative, hash_text_of_jax, lowest_precision, requested
 from jacstore.inputs import Arrays, Dataset, is_dataset
-from jacstore.outputs import checked_outputs, chosen, count_chosen, count_outputs, flat_function
+from jacstore.outputs import checked_outputs, chosen, count_chosen, flat_function, traced_outputs
 from jacstore.parameters import SelectedLeaf, check_select, split_parameters
 from jacstore.probes import outputs_of, probe, probe_upcast
-from jacstore.program import traced_anew
+from jacstore.program import primitives, traced_anew
 from jacstore.pytrees import computed
+from jacstore.twofold import gains
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -104,6 +105,10 @@ class Prepared:
     ----------
     n_examples, n_outputs
         N and K, the latter after the choice of outputs.
+    outputs_dtype
+        Their type.
+    two_at_once
+        Whether checks compute two copies of an example at once, which compiles faster.
     leaves
         The selected leaves in the order of `jax.tree_util.tree_flatten`.
     left_out
@@ -126,6 +131,8 @@ class Prepared:
 
     n_examples: int
     n_outputs: int
+    outputs_dtype: Any
+    two_at_once: bool
     leaves: tuple[SelectedLeaf, ...]
     left_out: tuple[tuple[str, str], ...]
     selected: list[Any]
@@ -186,8 +193,10 @@ def prepare(problem: Problem, *, float64: bool = False) -> Prepared:
         first = problem.read(0, 1)
         example = jax.tree_util.tree_map(lambda leaf: computed(leaf, float64)[0], first)
         all_outputs = flat_function(problem.apply, problem.batched, parameters)
-        n_outputs = count_chosen(count_outputs(all_outputs, parameters, example), problem.outputs)
-        found = probe(all_outputs, parameters, example, problem.apply if problem.batched else None)
+        traced, outputs = traced_outputs(all_outputs, parameters, example)
+        n_outputs = count_chosen(int(outputs.size), problem.outputs)
+        two_at_once = gains(primitives(traced))
+        found = probe(all_outputs, parameters, example, problem.apply if problem.batched else None, two_at_once)
         if float64 and not wide_already:
             probe_upcast(_as_given(problem, first), found)
 
@@ -202,6 +211,8 @@ def prepare(problem: Problem, *, float64: bool = False) -> Prepared:
         return Prepared(
             n_examples=problem.n_examples,
             n_outputs=n_outputs,
+            outputs_dtype=outputs.dtype,
+            two_at_once=two_at_once,
             leaves=parameters.leaves,
             left_out=parameters.left_out,
             selected=parameters.selected,

@@ -38,9 +38,13 @@ def program_text(jaxpr: ClosedJaxpr | Jaxpr) -> str:
 
 def primitives(jaxpr: ClosedJaxpr | Jaxpr) -> set[str]:
     """Names of all operations in a program and its parts."""
+    return text_and_primitives(jaxpr)[1]
+
+
+def text_and_primitives(jaxpr: ClosedJaxpr | Jaxpr) -> tuple[str, set[str]]:
+    """`program_text` and `primitives`, of one pass over the program."""
     writer = _Writer()
-    writer.program(jaxpr)
-    return writer.primitives
+    return writer.program(jaxpr), writer.primitives
 
 
 class _Writer:

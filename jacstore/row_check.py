@@ -18,11 +18,11 @@ import numpy as np
 
 from jacstore.blocks import UnitBlock
 from jacstore.bounds import ROUNDOFF, compute_dtype
-from jacstore.devices import device
 from jacstore.errors import ProbeFailed
 from jacstore.problem import Prepared, precision_context
 from jacstore.store import operand_array
 from jacstore.terms import Dense, Leaf, expand
+from jacstore.twofold import compiled_quickly, of_two, twice
 
 # Share of a unit's time that checking it may take; one example is always checked.
 SHARE = 0.02
@@ -32,9 +32,7 @@ GRADIENT_SHARE = 16
 LOOSE = {"float32": 1e-2, "float64": 1e-6}
 ROUNDINGS = 64
 # Gradients with numbers moved by a rounding, and how often as far as the largest move a stored row may be away.
-SHAKES, SHAKEN = 4, 16
-# LLVM and fusion take most of the time that a deep network takes to compile.
-QUICK = {"xla_backend_optimization_level": 0, "xla_disable_hlo_passes": "fusion"}
+SHAKES, SHAKEN = 4, 8
 
 
 class RowCheck:
@@ -62,7 +60,7 @@ class RowCheck:
         self._float64 = dtype == "float64"
         lowest = max(ROUNDOFF[prepared.lowest], ROUNDOFF[dtype], ROUNDOFF[compute_dtype(dtype)])
         tight = prepared.lowest == dtype == "float64"
-        self._rounding = lowest
+        self._rounding = max(ROUNDOFF[prepared.lowest], ROUNDOFF[compute_dtype(dtype)])
         self._tolerance = max(LOOSE["float64" if tight else "float32"], ROUNDINGS * lowest)
         self.bytes_needed, self._checked = 0, list[int]()
         for n in sorted(range(len(leaves)), key=lambda n: leaves[n].size):
@@ -71,10 +69,11 @@ class RowCheck:
             if self.bytes_needed + needed <= memory // GRADIENT_SHARE:
                 self.bytes_needed += needed
                 self._checked.append(n)
+        self._two_at_once = prepared.two_at_once
         self._draw = np.random.default_rng()
         self._seconds: float | None = None
         pool = ThreadPoolExecutor(1, "jacstore-check")
-        self._program: Future[Callable[..., Any]] = pool.submit(self._compiled(self._lowered(self._float64)))
+        self._program: Future[Callable[..., Any]] = pool.submit(compiled_quickly, self._lowered(self._float64))
         pool.shutdown(wait=False)
 
     def choose(self, start: int, stop: int, seconds: float) -> list[int]:
@@ -103,7 +102,7 @@ class RowCheck:
             if off > self._tolerance:
                 # A function that fails when it is traced again, or in float64, leaves the first look as it is.
                 with suppress(Exception):
-                    again = self._compiled(self._lowered(float64), quickly=False)()
+                    again = self._lowered(float64).compile()
                     truth = self._gradients(again, example, cotangent, float64)
                     leaf, off = self._worst(truth, at, cotangent, blocks)
         if off > self._tolerance:
@@ -125,19 +124,12 @@ class RowCheck:
         A gradient that cancels, or that stands at a kink, moves by its own size: it says nothing about the stored row.
         One that does not is hardly moved.
         """
-        program = self._compiled(self._lowered(self._float64), quickly=False)()
+        program = self._lowered(self._float64).compile()
         still = self._gradients(program, example, cotangent, self._float64)
         moved = np.zeros(len(still))
         for _ in range(SHAKES):
-            prepared = self._prepared
-            selected, rest, near = self._shaken((prepared.selected, prepared.rest, example))
-            with precision_context(self._float64):
-                found = program(*_wide((selected, rest, near, cotangent), self._float64))
-            away = [
-                np.linalg.norm(np.asarray(part, np.float64).reshape(-1) - was)
-                for part, was in zip(found, still, strict=True)
-            ]
-            moved = np.maximum(moved, away)
+            found = self._gradients(program, example, cotangent, self._float64, self._shaken)
+            moved = np.maximum(moved, [np.linalg.norm(part - was) for part, was in zip(found, still, strict=True)])
         return [SHAKEN * float(by) for by in moved]
 
     def _shaken(self, tree: Any) -> Any:
@@ -155,14 +147,24 @@ class RowCheck:
 
     def _lowered(self, float64: bool) -> Any:
         """The plain backward pass of one example for one cotangent, traced by the calling thread."""
+        if self._two_at_once:
+            try:
+                return self._lowered_once(float64)
+            except Exception:
+                # Where it cannot be computed for two examples it is the device pass that says so.
+                self._two_at_once = False
+        return self._lowered_once(float64)
+
+    def _lowered_once(self, float64: bool) -> Any:
         prepared, moving = self._prepared, self._checked
+        function = of_two(prepared.function) if self._two_at_once else prepared.function
 
         def pull(selected: list[Any], rest: list[Any], example: Any, cotangent: Any) -> list[Any]:
             def outputs(moved: list[Any]) -> Any:
                 whole = list(selected)
                 for n, leaf in zip(moving, moved, strict=True):
                     whole[n] = leaf
-                return prepared.function(whole, rest, example)
+                return function(whole, rest, example)
 
             found, back = jax.vjp(outputs, [selected[n] for n in moving])
             gradients: list[Any] = back(cotangent.astype(found.dtype))[0]
@@ -170,25 +172,28 @@ class RowCheck:
 
         with precision_context(float64):
             example = jax.tree_util.tree_map(lambda leaf: leaf[0], prepared.read(0, 1))
-            given = (prepared.selected, prepared.rest, example, np.zeros(prepared.n_outputs))
-            return jax.jit(pull).lower(*_wide(given, float64))
+            return jax.jit(pull).lower(*self._given(example, np.zeros(prepared.n_outputs), float64))
 
-    @staticmethod
-    def _compiled(lowered: Any, quickly: bool = True) -> Callable[[], Callable[..., Any]]:
-        def compiled() -> Callable[..., Any]:
-            if quickly and device().platform == "cpu":
-                try:
-                    return lowered.compile(compiler_options=QUICK)
-                except jax.errors.JaxRuntimeError:
-                    pass  # another XLA may not know these options
-            return lowered.compile()
+    def _given(self, example: Any, cotangent: np.ndarray, float64: bool) -> tuple[Any, ...]:
+        """Arguments of the plain pass; of two copies each has half of the cotangent, and their gradients add up."""
+        prepared = self._prepared
+        if self._two_at_once:
+            example, cotangent = twice(example), np.stack([cotangent / 2, cotangent / 2])
+        wide: tuple[Any, ...] = _wide((prepared.selected, prepared.rest, example, cotangent), float64)
+        return wide
 
-        return compiled
-
-    def _gradients(self, program: Callable[..., Any], example: Any, cotangent: np.ndarray, float64: bool) -> list[Any]:
+    def _gradients(
+        self,
+        program: Callable[..., Any],
+        example: Any,
+        cotangent: np.ndarray,
+        float64: bool,
+        change: Callable[[Any], Any] = lambda given: given,
+    ) -> list[Any]:
         with precision_context(float64):
-            given = (self._prepared.selected, self._prepared.rest, example, cotangent)
-            return [np.asarray(part, np.float64).reshape(-1) for part in program(*_wide(given, float64))]
+            *given, weights = self._given(example, cotangent, float64)
+            found = program(*change(tuple(given)), weights)
+            return [np.asarray(part, np.float64).reshape(-1) for part in found]
 
     def _worst(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -201,6 +201,18 @@ def expand(terms: tuple[Term, ...], operands: Mapping[str, Any], size: int, xp: 
         part = part if term.scale == 1 else part * part.dtype.type(term.scale)
         total = part if total is None else total + part
     return total
+
+
+def renamed(term: Term, names: Mapping[str, str]) -> Term:
+    """A term with its operands by other names."""
+    if isinstance(term, Dense):
+        return term
+    cotangents = names[term.cotangents]
+    if isinstance(term, Index):
+        return replace(term, ids=names[term.ids], cotangents=cotangents)
+    if isinstance(term, Conv):
+        return replace(term, inputs=names[term.inputs], cotangents=cotangents)
+    return replace(term, inputs=None if term.inputs is None else names[term.inputs], cotangents=cotangents)
 
 
 def viewed(block: Any, views: Views) -> Any:

@@ -108,7 +108,8 @@ def cut_before_products(prepared: Prepared, layout: str, float64: bool) -> Cut:
     with precision_context(float64):
         example = jax.tree_util.tree_map(lambda leaf: leaf[0], prepared.read(0, 1))
         described = [(leaf.path, leaf.shape, leaf.dtype) for leaf in prepared.leaves]
-        flat = Backward(prepared.function, prepared.selected, prepared.rest, example)
+        outputs = jax.ShapeDtypeStruct((prepared.n_outputs,), prepared.outputs_dtype)
+        flat = Backward(prepared.function, prepared.selected, prepared.rest, example, outputs)
         return _cut(flat, described, prepared.n_outputs, layout)
 
 
@@ -131,15 +132,15 @@ def _cut(
     chosen = _choose(found, described, n_outputs, layout, as_rows)
     names: dict[Any, str] = {}
     made: dict[str, Made | Stacked] = {}
-    operands: list[Operand] = []
+    operands: dict[str, Operand] = {}
 
     def name_of(core_made: Made | Stacked, stored: bool) -> str:
         if core_made.key not in names:
             names[core_made.key] = f"{core_made.role}{len(names)}"
             made[names[core_made.key]] = core_made
         name = names[core_made.key]
-        if stored and all(o.name != name for o in operands):
-            operands.append(Operand(name=name, role=core_made.role, shape=core_made.shape))
+        if stored and name not in operands:
+            operands[name] = Operand(name=name, role=core_made.role, shape=core_made.shape)
         return name
 
     leaves, rows, start, offset = [], [], 0, 0
@@ -157,9 +158,9 @@ def _cut(
             start += size
         leaves.append(Leaf(path=path, shape=tuple(shape), dtype=dtype, offset=offset, terms=built, why=found[n].why))
         offset += size
-    used = {name for n, terms in rows for t in terms for name in t.operands} | {o.name for o in operands}
+    used = {name for n, terms in rows for t in terms for name in t.operands} | operands.keys()
     made = {name: m for name, m in made.items() if name in used}
-    return Cut(leaves=tuple(leaves), operands=tuple(operands), _flat=flat, _made=made, _rows=tuple(rows))
+    return Cut(leaves=tuple(leaves), operands=tuple(operands.values()), _flat=flat, _made=made, _rows=tuple(rows))
 
 
 def _temporary(core_made: Made | Stacked, names: dict[Any, str], made: dict[str, Made | Stacked]) -> str:
