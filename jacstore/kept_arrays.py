@@ -106,8 +106,13 @@ def drop_factorizations(files: Folder, ledger: Ledger) -> None:
 
 
 def _size(files: Folder, method: str) -> int:
-    folders = [files.root / FACTORS / array for array in ARRAYS[method]]
-    return sum(path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file())
+    """Bytes of a method's files; one that another process removes meanwhile has none."""
+    total = 0
+    for array in ARRAYS[method]:
+        for path in (files.root / FACTORS / array).rglob("*"):
+            with contextlib.suppress(FileNotFoundError):
+                total += path.stat().st_size if path.is_file() else 0
+    return total
 
 
 def _remove_tree(files: Folder, name: str) -> None:
