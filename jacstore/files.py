@@ -23,7 +23,7 @@ from typing import BinaryIO, Protocol
 import numpy as np
 
 from jacstore import exclusive, leaving
-from jacstore.errors import Damaged, Refused
+from jacstore.errors import Damaged, JacstoreError, Refused
 from jacstore.machine import format_size
 
 Buffer = bytes | bytearray | memoryview
@@ -174,6 +174,8 @@ class Folder:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
+        except JacstoreError:
+            raise
         except OSError as error:
             raise explain(error, path, size) from error
         return size
@@ -277,6 +279,8 @@ class Folder:
                         raise Damaged(f"{name} ends at byte {offset + filled}, before what was recorded")
                     filled += got
                 total += filled
+        except JacstoreError:
+            raise
         except OSError as error:
             raise Damaged(f"{name} cannot be read ({error.strerror})") from error
         finally:

@@ -15,7 +15,7 @@ from typing import Any
 import zarr
 from zarr.codecs import BloscCodec, Crc32cCodec
 
-from jacstore.errors import Damaged, Refused
+from jacstore.errors import Damaged, JacstoreError, Refused
 from jacstore.files import Files, Folder, Memory, clear_folder, explain, sync_path
 from jacstore.ledger import FOLDER, FORMAT_VERSION, Lock, read_json
 from jacstore.pieces import BLOSC_LEVELS, ArrayLayout
@@ -54,6 +54,8 @@ def create(
             # Zarr writes the root's metadata by rename, so a reader sees all of it or none.
             zarr.create_group(files.about_to_create(ROOT).parent, zarr_format=3, attributes=attributes)
             _flush_metadata(files.root)
+        except JacstoreError:
+            raise
         except OSError as error:
             raise explain(error, files.root, 0) from error
     else:
@@ -68,6 +70,8 @@ def add(files: Folder, group: str, layouts: Sequence[ArrayLayout]) -> None:
         for layout in layouts:
             _create_array(files.about_to_create(f"{layout.name}/{ROOT}").parent, layout)
         _flush_metadata(files.root / group)
+    except JacstoreError:
+        raise
     except OSError as error:
         raise explain(error, files.root / group, 0) from error
 
@@ -151,6 +155,8 @@ def creating(files: Files, where: str, known: Sequence[str], overwrite: bool, li
         for name in _refuse_foreign(files, where, known):
             files.remove(name)
         files.inside(f"{FOLDER}/.creating").parent.mkdir(parents=True, exist_ok=True)
+    except JacstoreError:
+        raise
     except OSError as error:
         raise Refused(f"{where} cannot be written ({error.strerror}); give another folder (--out, out=)") from error
     with files.guard(f"{FOLDER}/.creating"):

@@ -220,6 +220,8 @@ class _Place:
             with self.folder.open(MATRIX) as file:
                 total: np.ndarray = np.load(file, allow_pickle=False)
             intact = crc32c(raw(total)) == typed(Checksum, self.ledger.read("done", 0)).crc32c
+        except Refused:
+            raise
         except (Damaged, OSError, EOFError, ValueError, MemoryError):
             intact = False
         if not intact:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from crc32c import crc32c
 
-from jacstore.errors import Damaged, Interrupted, Refused
+from jacstore.errors import Damaged, Interrupted, JacstoreError, Refused
 from jacstore.files import Buffer, Folder
 from jacstore.ledger import Checksum, Ledger, Lock, compare_requested
 from jacstore.pieces import raw
@@ -174,6 +174,8 @@ def _checked(folder: Folder, name: str, checksum: int) -> np.ndarray:
     try:
         with folder.open(name) as file:
             found: np.ndarray = np.load(file, allow_pickle=False)
+    except JacstoreError:
+        raise
     except (OSError, ValueError, EOFError, MemoryError) as error:
         raise Damaged(f"{name} cannot be read ({type(error).__name__})") from None
     if crc32c(raw(np.ascontiguousarray(found))) != checksum:
