@@ -39,6 +39,8 @@ from jacstore.steps import plan_steps
 from jacstore.store import JacobianStore, open_store, operand_array
 from jacstore.work import Work, common_dtype, make_engine
 
+KERNEL_DTYPES = ("float64", "float32")
+ENGINES = ("auto", "blas", "xla")
 KNOWN = (WHOLE, LEAVES, FACTORS, "partials", "checkpoints")
 
 
@@ -188,9 +190,9 @@ class _Job:
         self.memory = machine.default_memory(memory)
         self.device_memory = parse_size(device_memory, "--device-memory")
         for name, given, allowed in (
-            ("dtype", dtype, ("float64", "float32")),
+            ("dtype", dtype, KERNEL_DTYPES),
             ("precision", precision or "float32", PRECISIONS),
-            ("engine", engine, ("auto", "blas", "xla")),
+            ("engine", engine, ENGINES),
         ):
             if given not in allowed:
                 raise Refused(f"--{name} {given}: allowed are {', '.join(allowed)} ({name}=)")

@@ -9,7 +9,19 @@ from typing import Any
 import click
 
 from jacstore import wording
-from jacstore.terminal import Lines, OneLineErrors, Shared, Stop, common, run, with_warnings
+from jacstore.terminal import Lines, OneLineErrors, Shared, Stop, Words, common, run, with_warnings
+
+# The words of flags. tests/test_cli.py compares them with what the modules allow, which take seconds to import.
+DTYPES = Words("float32", "bfloat16", "float16", "float64")
+LAYOUTS = Words("auto", "dense", "factored")
+CODECS = Words("auto", "none", "lz4", "zstd")
+MODES = Words("full", "trace", "diagonal", "blocks")
+KERNEL_DTYPES = Words("float64", "float32")
+PRECISIONS = Words("float64", "float32", "fast")
+PRODUCT_PRECISIONS = Words("float64", "float32")
+ENGINES = Words("auto", "blas", "xla")
+LIKELIHOODS = Words("gaussian", "softmax")
+METHODS = Words("auto", "perturb", "cg", "eigh", "lanczos", "ciq-dual", "ciq-primal", "ggn")
 
 # What the same command does after a signal, where it keeps nothing unfinished.
 ANEW = "to start anew"
@@ -34,16 +46,16 @@ def _starting(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--out", required=True, metavar="STORE", help="Folder of the store.")
 @click.option("--memory", metavar="SIZE", help="Host memory to use, such as 8GB. [default: half of what is available]")
 @click.option("--device-memory", metavar="SIZE", help="Accelerator memory to use. [default: three quarters of it]")
+@click.option("--dtype", type=DTYPES, default="float32", show_default=True, help="Type of the stored rows and factors.")
 @click.option(
-    "--dtype", default="float32", show_default=True, help="float32, bfloat16, float16 or float64: what is stored."
+    "--layout", type=LAYOUTS, default="auto", show_default=True, help="Store rows, or factors where possible."
 )
-@click.option("--layout", default="auto", show_default=True, help="auto, dense or factored.")
 @click.option("--batch-size", type=int, metavar="N", help="Examples a device pass. [default: from the memory]")
 @click.option("--output-batch", type=int, metavar="N", help="Outputs a device pass. [default: from the memory]")
 @click.option(
     "--unit-size", type=int, metavar="N", help="Examples a unit, the piece that is resumed. [default: from the memory]"
 )
-@click.option("--codec", default="auto", show_default=True, help="auto, none, lz4 or zstd.")
+@click.option("--codec", type=CODECS, default="auto", show_default=True, help="Compression. auto measures which pays.")
 @click.option("--examples", metavar="A:B", help="Only these examples; they define the N of the store.")
 @click.option("--part", metavar="I/N", help="Only part I of N, counted from 1; parts may run anywhere, in any order.")
 @click.option("--allow-nonfinite", is_flag=True, help="Store rows that hold NaN or infinity instead of stopping.")
@@ -93,10 +105,20 @@ def _build_torch(problem: Any, out: str, dry_run: bool, **options: Any) -> dict[
     "--memory", metavar="SIZE", help="Host memory for all workers together. [default: half of what is available]"
 )
 @click.option("--device-memory", metavar="SIZE", help="Accelerator memory to use. [default: three quarters of it]")
-@click.option("--mode", default="full", show_default=True, help="full, trace (sum over outputs), diagonal or blocks.")
-@click.option("--dtype", default="float64", show_default=True, help="float64 or float32: type of the stored kernel.")
-@click.option("--precision", help="float64, float32 or fast (16-bit or TF32 products). [default: from the store]")
-@click.option("--engine", default="auto", show_default=True, help="auto, blas or xla.")
+@click.option(
+    "--mode",
+    type=MODES,
+    default="full",
+    show_default=True,
+    help="All entries, their sum over outputs, one kernel per output, or each example with itself.",
+)
+@click.option("--dtype", type=KERNEL_DTYPES, default="float64", show_default=True, help="Type of the stored kernel.")
+@click.option(
+    "--precision",
+    type=PRECISIONS,
+    help="Type of the products; fast means 16-bit or TF32. [default: from the store]",
+)
+@click.option("--engine", type=ENGINES, default="auto", show_default=True, help="What multiplies: BLAS or JAX's XLA.")
 @click.option("--tile", type=int, metavar="N", help="Edge of a kernel tile in examples. [default: from the memory]")
 @click.option("--by-leaf", is_flag=True, help="Keep one kernel for each parameter leaf.")
 @click.option("--triangle", is_flag=True, help="Store only tiles on and above the diagonal.")
@@ -234,12 +256,12 @@ def spectrum(shared: Shared, kernel: str, top: int, alpha: str | None, memory: s
 @click.option("--n", type=int, required=True, metavar="N", help="Number of samples.")
 @click.option("--key", type=int, required=True, metavar="KEY", help="Integer that decides the noise.")
 @click.option("--out", required=True, metavar="FILE.npy", help="File for the samples (N, P).")
-@click.option("--likelihood", default="gaussian", show_default=True, help="gaussian or softmax.")
-@click.option("--method", default="auto", show_default=True, help="ggn, perturb, cg, eigh, lanczos, ciq-dual, ...")
+@click.option("--likelihood", type=LIKELIHOODS, default="gaussian", show_default=True, help="Of the targets.")
+@click.option("--method", type=METHODS, default="auto", show_default=True, help="How the samples are computed.")
 @click.option("--error", type=float, metavar="E", help="Wanted relative error of cg, lanczos and ciq. [default: 1e-4]")
 @click.option("--q", type=int, metavar="Q", help="Quadrature points of ciq. [default: from the error]")
 @click.option("--memory", metavar="SIZE", help="Host memory to use, such as 8GB. [default: half of what is available]")
-@click.option("--precision", help="float64 or float32: type of the products with J. [default: from the store]")
+@click.option("--precision", type=PRODUCT_PRECISIONS, help="Type of the products with J. [default: from the store]")
 @click.option("--overwrite", is_flag=True, help="Delete what is there and start anew.")
 @common
 def sample(shared: Shared, store: str, kernel: str | None, **options: Any) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import click
 
 from jacstore import leaving
-from jacstore.errors import Damaged, JacstoreError, one_line, printable
+from jacstore.errors import Damaged, JacstoreError, Refused, one_line, printable
 from jacstore.progress import BatchDone, Event, ItemDone, Noted, SlabDone, Started, UnitDone, Waiting
 
 SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1")
@@ -110,6 +110,19 @@ class Lines:
             self._bar.stop()
 
 
+class Words(click.Choice):
+    """The words that a flag allows; another one is refused as the same keyword is in Python."""
+
+    def __init__(self, *words: str) -> None:
+        super().__init__(words)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value in self.choices:
+            return value
+        flag = param.opts[0] if param is not None else "value"
+        raise Refused(f"{flag} {value}: allowed are {', '.join(self.choices)}")
+
+
 class OneLineErrors(click.Group):
     """A group whose usage errors are one line, like all others."""
 
@@ -121,6 +134,9 @@ class OneLineErrors(click.Group):
             sys.exit(2)
         except click.Abort:
             sys.exit(130)
+        except JacstoreError as error:
+            click.echo(f"jacstore: {error}", err=True)
+            sys.exit(error.exit_code)
         sys.exit(returned if isinstance(returned, int) else 0)
 
 

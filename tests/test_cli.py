@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import numpy as np
 import pytest
 import zarr
@@ -28,6 +30,7 @@ from helpers_process import (
 )
 
 import jacstore
+import jacstore.cli
 import jacstore.terminal
 import jacstore.wording
 from jacstore import StoreWriter, build
@@ -531,11 +534,53 @@ def test_an_error_leaves_stdout_empty_whatever_the_flags(words, finished, tmp_pa
     assert "--mode half" in failed("gram", finished, "--out", tmp_path / "run.ntk", "--mode", "half", *words)
 
 
+WORDS = {
+    ("build", "--dtype"): ("attributes", "DTYPES"),
+    ("build", "--layout"): ("builder", "LAYOUTS"),
+    ("build", "--codec"): ("pieces", "CODECS"),
+    ("gram", "--mode"): ("plan", "MODES"),
+    ("gram", "--dtype"): ("assembly", "KERNEL_DTYPES"),
+    ("gram", "--precision"): ("engine", "PRECISIONS"),
+    ("gram", "--engine"): ("assembly", "ENGINES"),
+    ("sample", "--likelihood"): ("likelihoods", "LIKELIHOODS"),
+    ("sample", "--method"): ("posterior", "METHODS"),
+    ("sample", "--precision"): ("assembly", "KERNEL_DTYPES"),
+}
+
+
+def options_with_words():
+    commands = jacstore.cli.main.commands.items()
+    return {
+        (name, option.opts[0]): option.type.choices
+        for name, command in commands
+        for option in command.params
+        if isinstance(option.type, click.Choice)
+    }
+
+
+def test_the_words_of_a_flag_are_those_that_its_keyword_allows():
+    allowed = {at: getattr(importlib.import_module(f"jacstore.{module}"), name) for at, (module, name) in WORDS.items()}
+    allowed["build", "--codec"] = ("auto", *allowed["build", "--codec"])
+    assert {at: tuple(words) for at, words in options_with_words().items()} == allowed
+
+
+@pytest.mark.parametrize(("command", "flag"), WORDS)
+def test_help_shows_the_words_of_a_flag_and_another_word_is_one_line_with_all_of_them(command, flag):
+    words = options_with_words()[command, flag]
+    needed = {"build": ["t", "--out", "o"], "gram": ["s", "--out", "o"]}
+    needed["sample"] = ["s", "--alpha", "1", "--n", "1", "--key", "1", "--out", "o"]
+    assert f"[{'|'.join(words)}]" in "".join(done(command, "--help").split())
+    for given in ("half", words[0].upper(), ""):
+        result = invoke(command, *needed[command], flag, given)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr == f"jacstore: {flag} {given}: allowed are {', '.join(words)}\n"
+
+
 def test_debug_shows_the_traceback_and_the_line(finished, tmp_path):
-    result = invoke("gram", finished, "--out", tmp_path / "run.ntk", "--mode", "half", "--debug")
+    result = invoke("gram", finished, "--out", tmp_path / "run.ntk", "--scheduler", "half", "--debug")
     assert result.exit_code == 2 and result.stdout == ""
     assert result.stderr.startswith("Traceback (most recent call last):") and "assembly.py" in result.stderr
-    assert result.stderr.splitlines()[-1].startswith("jacstore: --mode half")
+    assert result.stderr.splitlines()[-1].startswith("jacstore: --scheduler half")
 
 
 def test_an_unexpected_error_is_one_line_with_its_type(finished, tmp_path, monkeypatch):
