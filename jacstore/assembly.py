@@ -320,7 +320,7 @@ class _Job:
         if kernel.plan.memory_bytes > max(allowed, 1) and not kernel.complete:
             raise Refused(
                 f"--memory {self.memory:,}: {self.out} was begun with a plan that takes "
-                f"{kernel.plan.memory_bytes:,} bytes; give at least that (memory=) or start anew with --overwrite"
+                f"{kernel.plan.memory_bytes:,} bytes; give at least that (memory=) or start over with --overwrite"
             )
         return kernel
 
@@ -570,7 +570,7 @@ def require_plan_of(kernel: Kernel, rows: JacobianStore, cols: JacobianStore | N
     try:
         check_plan_for(kernel.plan, rows.side, side, rows.n_outputs, rows.leaves, rows.n_columns)
         if kernel.leaves not in ([], [leaf.path for leaf in rows.leaves]):
-            raise Damaged("it does not hold that its leaves are those of the stores")
+            raise Damaged("its leaves must be those of the stores")
     except Damaged as error:
         raise Damaged(f"{kernel.path}: its attributes are damaged: {error}") from error
 

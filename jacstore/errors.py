@@ -1,4 +1,4 @@
-"""In: what went wrong. Out: named exceptions, each one line for the user and an exit code for the command line."""
+"""Named exceptions, each with one line for the user and an exit code for the command line."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def _grams(halves: np.ndarray, k: int) -> np.ndarray:
 def _checked(answer: tuple[np.ndarray, int]) -> np.ndarray:
     solution, info = answer
     if info:
-        raise Refused(f"the triangular solve failed in row {info}: the factor's diagonal is zero; use a larger alpha")
+        raise Refused(f"the triangular solve failed at row {info}: the factor's diagonal is zero; use a larger alpha")
     return solution
 
 

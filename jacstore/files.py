@@ -1,4 +1,4 @@
-"""In: names and buffers. Out: durable files below one folder, or the same in memory; every byte read is counted here.
+"""Durable files below one folder, or the same in memory; every byte read is counted here.
 
 All reading and writing of stored data passes through this module, so that counts are true and faults can be injected:
 tests replace `before_step`, which is called with the name of each protocol step and the file that it is about to touch.
@@ -85,7 +85,7 @@ class Folder:
 
     def __init__(self, root: str | Path) -> None:
         if not is_path(str(root)):
-            raise Refused(f"{str(root)!r} is no path; give the path of a folder (--out, out=)")
+            raise Refused(f"{str(root)!r} is not a path; give the path of a folder (--out, out=)")
         self.root = Path(root)
         self.bytes_read = 0
         self.locks = True

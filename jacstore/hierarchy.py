@@ -1,4 +1,4 @@
-"""In: array layouts and attributes. Out: a Zarr v3 group on disk whose root metadata, written last, makes it exist."""
+"""Create and open Zarr v3 groups on disk; the root metadata is written last and makes a group exist."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def read_attributes(files: Files, where: str) -> dict[str, Any]:
         raise Refused(f"{where}: no jacstore store or kernel here (no {ROOT}); check the path")
     attributes = read_json(files, ROOT).get("attributes")
     if not isinstance(attributes, dict) or attributes.get("kind") not in KINDS:
-        raise Refused(f"{where}: a Zarr group, but not a store or kernel of jacstore; check the path")
+        raise Refused(f"{where}: this Zarr group is not a jacstore store or kernel; check the path")
     found = attributes.get("format_version")
     if type(found) is not int or found > FORMAT_VERSION:
         raise Refused(f"{where}: format version {found}, this jacstore reads up to {FORMAT_VERSION}; upgrade jacstore")
@@ -186,7 +186,7 @@ def _refuse_foreign(files: Folder, where: str, known: Sequence[str]) -> set[str]
         dead = {name for name in names if name.startswith("zarr.") and name.endswith(".partial")}
         foreign = sorted(names - dead - {*known, FOLDER, ROOT})
         if foreign:
-            raise Refused(f"{where} holds {foreign[0]!r}, which is not jacstore's; give another folder (--out, out=)")
+            raise Refused(f"{where} holds {foreign[0]!r}, not written by jacstore; give another folder (--out, out=)")
     elif files.root.exists():
         raise Refused(f"{where} is a file; give a folder that is new or empty (--out, out=)")
     return dead

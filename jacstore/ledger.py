@@ -136,7 +136,7 @@ def compare_requested(path: str, found: Mapping[str, Any], wanted: Mapping[str, 
     if differences:
         raise Mismatch(
             f"{path} was started from another request ({'; '.join(differences)}); repeat the first request, "
-            "choose another --out (out=), or start anew with --overwrite (overwrite=True)"
+            "choose another --out (out=), or start over with --overwrite (overwrite=True)"
         )
 
 

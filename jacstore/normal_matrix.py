@@ -72,7 +72,7 @@ def ggn(
     leaves, examples, precision
         As in `jacstore.operator`.
     overwrite
-        Delete what is in `out` and start anew.
+        Delete what is in `out` and start over.
     listener
         Called with progress events.
     stop
@@ -225,7 +225,7 @@ class _Place:
         except (Damaged, OSError, EOFError, ValueError, MemoryError):
             intact = False
         if not intact:
-            raise Damaged(f"{self.where}: {MATRIX} is missing or is damaged; sum anew with overwrite=True")
+            raise Damaged(f"{self.where}: {MATRIX} is missing or damaged; compute it again with overwrite=True")
         return total
 
 

@@ -98,7 +98,7 @@ def sample(
         Type of the products with J, float32 or float64. Default as for `jacstore.operator`, but float64 for iterations
         without a kernel, which would gather rounding.
     overwrite
-        Delete what is at `out` and start anew.
+        Delete what is at `out` and start over.
     listener
         Called with progress events of method ggn.
     stop

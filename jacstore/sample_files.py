@@ -57,7 +57,7 @@ class SampleFile:
             self.ledger.record(CHOICE, 0, {name: value})
         found = self.ledger.read(CHOICE, 0).get(name)
         if found not in allowed:
-            raise Damaged(f"{self.path}: the choice of {name} is damaged; draw anew with --overwrite (overwrite=True)")
+            raise Damaged(f"{self.path}: the choice of {name} is damaged; draw again with --overwrite (overwrite=True)")
         return str(found)
 
     def folder(self, name: str) -> Path | None:
@@ -89,7 +89,7 @@ class SampleFile:
         try:
             return self._checked(self.place, self.path.name, DONE)
         except Damaged as error:
-            raise Damaged(f"{self.path}: {error}; draw anew with --overwrite (overwrite=True)") from None
+            raise Damaged(f"{self.path}: {error}; draw again with --overwrite (overwrite=True)") from None
 
     def _checked(self, folder: Folder, name: str, kind: str) -> np.ndarray:
         """An array that was written, if it is what its record says."""

@@ -1,4 +1,4 @@
-"""In: nothing, or what is to be judged. Out: tiny problems, dense float64 truth, listeners that count or fail, errors.
+"""In: nothing, or what is to be judged. Out: tiny problems, dense float64 truth, listeners that count or stop, errors.
 
 For the tests of jacstore and of what is built on it; the package itself imports nothing from here. The truth shares no
 line with the package's own device pass: one `jax.jacrev` an example, in float64, and NumPy from there on.

@@ -345,7 +345,7 @@ def test_a_signal_ends_work_that_does_not_end_and_the_same_command_does_it_then(
         os.kill(command.process.pid, getattr(signal, name))
         # What holds it up is never let go.
         status, stdout, stderr = command.finish()
-    doing = "to continue" if words[0] == "sample" else "to start anew"
+    doing = "to continue" if words[0] == "sample" else "to start over"
     assert (status, stdout) == (130, ""), stderr
     assert stderr == f"jacstore: {name}: interrupted, nothing is lost; {doing}: jacstore {' '.join(words)}\n"
     left = contents(tmp_path)
@@ -589,7 +589,8 @@ def test_an_unexpected_error_is_one_line_with_its_type(finished, tmp_path, monke
 
     monkeypatch.setattr("jacstore.item.ItemRun._add", broken)
     line = failed("gram", finished, "--out", tmp_path / "run.ntk")
-    assert "ZeroDivisionError: by zero and more" in line and "in item 0" in line and "fault in jacstore" in line
+    assert "ZeroDivisionError: by zero and more" in line and "in item 0" in line
+    assert "internal error; please report it, with the traceback that --debug prints" in line
     result = invoke("gram", finished, "--out", tmp_path / "run.ntk", "--debug")
     assert "in broken" in result.stderr and result.exit_code == 2
 
