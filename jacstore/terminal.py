@@ -119,8 +119,8 @@ class Words(click.Choice):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value in self.choices:
             return value
-        flag = param.opts[0] if param is not None else "value"
-        raise Refused(f"{flag} {value}: allowed are {', '.join(self.choices)}")
+        flag, keyword = (param.opts[0], f" ({param.name}=)") if param is not None else ("value", "")
+        raise Refused(f"{flag} {value}: allowed are {', '.join(self.choices)}{keyword}")
 
 
 class OneLineErrors(click.Group):

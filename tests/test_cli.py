@@ -217,7 +217,7 @@ def test_info_goes_on_where_a_record_is_damaged(tmp_path):
     (tmp_path / "run.jac" / "ledger" / "unit-0000001.json").write_text("{")
     result = invoke("info", tmp_path / "run.jac")
     assert result.exit_code == 3 and "incomplete: 1 of 2 units" in result.stdout
-    assert "damaged is the record of unit 1; run the same build again" in result.stderr
+    assert "the record of unit 1 is damaged; run the same build again" in result.stderr
 
 
 def test_the_line_that_completes_a_kernel_can_be_run_as_it_is(finished, tmp_path, monkeypatch):
@@ -418,7 +418,7 @@ def test_a_plan_looks_at_what_it_would_continue(target, finished, tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "mine.txt").write_text("")
     for command in (("build", target), ("gram", finished)):
-        assert "not jacstore's" in failed(*command, "--out", tmp_path / "notes", "--dry-run")
+        assert "not written by jacstore" in failed(*command, "--out", tmp_path / "notes", "--dry-run")
 
 
 def test_blocks_are_printed_with_all_their_axes(finished, tmp_path):
@@ -573,7 +573,7 @@ def test_help_shows_the_words_of_a_flag_and_another_word_is_one_line_with_all_of
     for given in ("half", words[0].upper(), ""):
         result = invoke(command, *needed[command], flag, given)
         assert (result.exit_code, result.stdout) == (2, "")
-        assert result.stderr == f"jacstore: {flag} {given}: allowed are {', '.join(words)}\n"
+        assert result.stderr == f"jacstore: {flag} {given}: allowed are {', '.join(words)} ({flag.lstrip('-')}=)\n"
 
 
 def test_debug_shows_the_traceback_and_the_line(finished, tmp_path):
@@ -613,7 +613,7 @@ def test_what_is_not_ours_is_not_opened(tmp_path):
     for name, named in (("missing", "no zarr.json"), ("file", "no zarr.json"), ("empty", "no zarr.json")):
         assert named in failed("info", tmp_path / name)
     for name in ("group", "array"):
-        assert "not a store or kernel of jacstore" in failed("info", tmp_path / name)
+        assert "not a jacstore store or kernel" in failed("info", tmp_path / name)
         assert str(tmp_path / name) in failed("gram", tmp_path / name, "--out", tmp_path / "run.ntk")
     assert "check the path" in failed("info", "memory://")
 
@@ -625,10 +625,10 @@ def test_what_is_not_ours_is_never_written_to(words, target, finished, tmp_path)
     (tmp_path / "file").write_text("more of it")
     zarr.create_group(tmp_path / "group", attributes={"kind": "model"})
     before = contents(tmp_path)
-    for name, named in (("data", "'thesis.tex', which is not jacstore's"), ("file", "is a file")):
+    for name, named in (("data", "'thesis.tex', not written by jacstore"), ("file", "is a file")):
         assert named in failed("build", target, "--out", tmp_path / name, *words)
         assert named in failed("gram", finished, "--out", tmp_path / name, *words)
-    assert "not a store or kernel" in failed("build", target, "--out", tmp_path / "group", *words)
+    assert "not a jacstore store or kernel" in failed("build", target, "--out", tmp_path / "group", *words)
     assert {name: data for name, data in contents(tmp_path).items() if "ledger" not in name} == before
 
 
