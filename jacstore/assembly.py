@@ -40,6 +40,8 @@ from jacstore.steps import plan_steps
 from jacstore.store import JacobianStore, open_store, operand_array
 from jacstore.work import Work, common_dtype, make_engine
 
+KERNEL_DTYPES = ("float64", "float32")
+ENGINES = ("auto", "blas", "xla")
 KNOWN = (WHOLE, LEAVES, FACTORS, "partials", "checkpoints")
 
 
@@ -189,9 +191,9 @@ class _Job:
         self.memory = machine.default_memory(memory)
         self.device_memory = parse_size(device_memory, "--device-memory")
         for name, given, allowed in (
-            ("dtype", dtype, ("float64", "float32")),
+            ("dtype", dtype, KERNEL_DTYPES),
             ("precision", precision or "float32", PRECISIONS),
-            ("engine", engine, ("auto", "blas", "xla")),
+            ("engine", engine, ENGINES),
         ):
             if given not in allowed:
                 raise Refused(f"--{name} {given}: allowed are {', '.join(allowed)} ({name}=)")
@@ -319,7 +321,7 @@ class _Job:
         if kernel.plan.memory_bytes > max(allowed, 1) and not kernel.complete:
             raise Refused(
                 f"--memory {self.memory:,}: {self.out} was begun with a plan that takes "
-                f"{kernel.plan.memory_bytes:,} bytes; give at least that (memory=) or start anew with --overwrite"
+                f"{kernel.plan.memory_bytes:,} bytes; give at least that (memory=) or start over with --overwrite"
             )
         return kernel
 
@@ -569,7 +571,7 @@ def require_plan_of(kernel: Kernel, rows: JacobianStore, cols: JacobianStore | N
     try:
         check_plan_for(kernel.plan, rows.side, side, rows.n_outputs, rows.leaves, rows.n_columns)
         if kernel.leaves not in ([], [leaf.path for leaf in rows.leaves]):
-            raise Damaged("it does not hold that its leaves are those of the stores")
+            raise Damaged("its leaves must be those of the stores")
     except Damaged as error:
         raise Damaged(f"{kernel.path}: its attributes are damaged: {error}") from error
 

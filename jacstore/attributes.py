@@ -1,4 +1,4 @@
-"""In: what the root of a store or kernel says of it. Out: dataclasses that agree with themselves, or `Damaged`.
+"""Parse and check the root attributes of a store or kernel, or raise `Damaged`.
 
 A checksum guards attributes against accidents. What is checked here holds for those made up as well: no name leads out
 of the folder, no size is beyond its array, every tile and every column has its place.
@@ -52,7 +52,7 @@ class StoreChoices(Open):
 
 @dataclass(frozen=True, kw_only=True)
 class StoreAttributes(Open):
-    """What a store says of itself."""
+    """The attributes of a store."""
 
     N: int
     K: int
@@ -91,7 +91,7 @@ class KernelChoices(Open):
 
 @dataclass(frozen=True, kw_only=True)
 class KernelAttributes(Open):
-    """What a kernel says of itself."""
+    """The attributes of a kernel."""
 
     stores: tuple[str, ...]
     fingerprint: KernelRequest
@@ -109,10 +109,10 @@ def check_store(found: StoreAttributes) -> None:
         Saying what does not agree.
     """
     resolved = found.resolved
-    _need(min(found.N, found.K, found.P) >= 1, "N, K and P are at least 1")
-    _need(resolved.dtype in DTYPES, f"dtype {resolved.dtype!r} is one of {', '.join(DTYPES)}")
-    _need(resolved.codec in CODECS, f"codec {resolved.codec!r} is one of {', '.join(CODECS)}")
-    _need(1 <= resolved.unit_size <= found.N, f"unit_size {resolved.unit_size} is from 1 to N")
+    _need(min(found.N, found.K, found.P) >= 1, "N, K and P must be at least 1")
+    _need(resolved.dtype in DTYPES, f"dtype {resolved.dtype!r} must be one of {', '.join(DTYPES)}")
+    _need(resolved.codec in CODECS, f"codec {resolved.codec!r} must be one of {', '.join(CODECS)}")
+    _need(1 <= resolved.unit_size <= found.N, f"unit_size {resolved.unit_size} must be from 1 to N")
     _check_numerics(resolved.numerics)
     _check_leaves(found)
     _check_operands(found.operands)
@@ -120,7 +120,7 @@ def check_store(found: StoreAttributes) -> None:
     _need(
         [a.name for a in resolved.arrays] == list(dict.fromkeys(a.name for a in resolved.arrays))
         and {a.name for a in resolved.arrays} == set(expected),
-        f"arrays are {', '.join(sorted(expected))}",
+        f"arrays must be {', '.join(sorted(expected))}",
     )
     for layout in resolved.arrays:
         _check_layout(layout, *expected[layout.name], resolved.unit_size)
@@ -128,9 +128,9 @@ def check_store(found: StoreAttributes) -> None:
 
 def _check_numerics(numerics: Numerics) -> None:
     for dtype in (numerics.lowest, numerics.rounded_to):
-        _need(dtype is None or dtype in ROUNDOFF, f"precision {dtype!r} is one of {', '.join(ROUNDOFF)}")
+        _need(dtype is None or dtype in ROUNDOFF, f"precision {dtype!r} must be one of {', '.join(ROUNDOFF)}")
     known = [error is not None for error in (numerics.expected_error, numerics.worst_case)]
-    _need(known[0] == known[1], "errors are expected and bounded, or unknown")
+    _need(known[0] == known[1], "errors must be expected and bounded, or unknown")
 
 
 def _check_leaves(found: StoreAttributes) -> None:
@@ -138,43 +138,43 @@ def _check_leaves(found: StoreAttributes) -> None:
     shapes = {operand.name: operand.shape for operand in found.operands}
     names = set(shapes)
     for leaf in found.leaves:
-        _need(leaf.offset == offset and bool(leaf.terms), f"leaf {leaf.path!r} begins where the one before it ends")
+        _need(leaf.offset == offset and bool(leaf.terms), f"leaf {leaf.path!r} must begin where the one before it ends")
         for term in leaf.terms:
             if isinstance(term, Dense):
                 fits = len(leaf.terms) == 1 and (term.start, term.size) == (start, leaf.size)
-                _need(fits, f"leaf {leaf.path!r} has columns of its own among the rows")
+                _need(fits, f"leaf {leaf.path!r} must have columns of its own among the rows")
                 start += term.size
-        _need(set(leaf.operands) <= names, f"the operands of leaf {leaf.path!r} are described")
+        _need(set(leaf.operands) <= names, f"the operands of leaf {leaf.path!r} must be described")
         for term in leaf.terms:
             if isinstance(term, Conv):
                 _check_geometry(term, shapes, f"leaf {leaf.path!r}")
         offset += leaf.size
-    _need(offset == found.P, f"leaves have P = {found.P} columns")
-    _need(len({leaf.path for leaf in found.leaves}) == len(found.leaves), "every leaf has a path of its own")
+    _need(offset == found.P, f"leaves must have P = {found.P} columns")
+    _need(len({leaf.path for leaf in found.leaves}) == len(found.leaves), "every leaf must have a path of its own")
 
 
 def _check_geometry(term: Conv, shapes: Mapping[str, tuple[int, ...]], named: str) -> None:
     """A convolution has its numbers along every axis of the image, and positions and channels of its operands."""
     images, cotangents = shapes[term.inputs], shapes[term.cotangents]
     along = (term.window, term.positions, term.strides, term.dilation, term.padding, term.spread)
-    _need(all(len(numbers) == len(images) - 2 for numbers in along), f"{named} has its geometry along every axis")
+    _need(all(len(numbers) == len(images) - 2 for numbers in along), f"{named} must have its geometry along every axis")
     positive = (*term.window, *term.positions, *term.strides, *term.dilation, *term.spread, term.groups)
-    _need(min(positive) >= 1, f"{named} has a geometry of positive numbers")
+    _need(min(positive) >= 1, f"{named} must have a geometry of positive numbers")
     fits = (
         len(cotangents) == 3
         and cotangents[:2] == (1, images[0] * math.prod(term.positions))
         and images[-1] % term.groups == cotangents[-1] % term.groups == 0
     )
-    _need(fits, f"{named} has the positions and channels of its operands")
+    _need(fits, f"{named} must have the positions and channels of its operands")
 
 
 def _check_operands(operands: Sequence[Operand]) -> None:
     for operand in operands:
-        _need(re.fullmatch(r"\w[\w.-]*", operand.name) is not None, f"operand {operand.name!r} is a plain name")
-        _need(operand.role in ROLES, f"role {operand.role!r} of an operand is one of {', '.join(ROLES)}")
+        _need(re.fullmatch(r"\w[\w.-]*", operand.name) is not None, f"operand {operand.name!r} must be a plain name")
+        _need(operand.role in ROLES, f"role {operand.role!r} of an operand must be one of {', '.join(ROLES)}")
         ranked = len(operand.shape) == ROLES[operand.role] or (operand.role == "inputs" and len(operand.shape) > 1)
-        _need(ranked, f"operand {operand.name!r} has as many axes as its role")
-    _need(len({operand.name for operand in operands}) == len(operands), "every operand has a name of its own")
+        _need(ranked, f"operand {operand.name!r} must have as many axes as its role")
+    _need(len({operand.name for operand in operands}) == len(operands), "every operand must have a name of its own")
 
 
 def _expected_arrays(found: StoreAttributes) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
@@ -197,18 +197,18 @@ def _expected_arrays(found: StoreAttributes) -> dict[str, tuple[tuple[int, ...],
 
 def _check_layout(layout: ArrayLayout, shape: tuple[int, ...], dtypes: tuple[str, ...], unit_size: int) -> None:
     name = layout.name
-    _need(layout.shape == shape and min(shape) >= 1, f"array {name} has the shape {shape}")
-    _need(layout.dtype in dtypes, f"array {name} is of type {dtypes[0]}")
-    _need(math.prod(shape) * 8 <= LARGEST_ARRAY, f"array {name} can be addressed")
-    _need(layout.codec in CODECS, f"the codec of array {name} is one of {', '.join(CODECS)}")
-    _need(len(layout.dimensions) == len(shape), f"every axis of array {name} has a name")
+    _need(layout.shape == shape and min(shape) >= 1, f"array {name} must have the shape {shape}")
+    _need(layout.dtype in dtypes, f"array {name} must be of type {dtypes[0]}")
+    _need(math.prod(shape) * 8 <= LARGEST_ARRAY, f"array {name} must be small enough to be addressed")
+    _need(layout.codec in CODECS, f"the codec of array {name} must be one of {', '.join(CODECS)}")
+    _need(len(layout.dimensions) == len(shape), f"every axis of array {name} must have a name")
     fits = (
         layout.piece[:-1] == (unit_size, *shape[1:-1])
         and 1 <= layout.piece[-1] <= shape[-1]
         and layout.per_file[:-1] == (1,) * (len(shape) - 1)
         and 1 <= layout.per_file[-1] <= -(-shape[-1] // layout.piece[-1])
     )
-    _need(fits, f"a piece of array {name} holds the examples of a unit and some columns")
+    _need(fits, f"a piece of array {name} must hold the examples of a unit and some columns")
 
 
 def check_kernel(found: KernelAttributes) -> None:
@@ -221,43 +221,49 @@ def check_kernel(found: KernelAttributes) -> None:
     """
     request, resolved = found.fingerprint, found.resolved
     plan, leaves = resolved.plan, resolved.leaves
-    _need(request.dtype in ("float64", "float32"), f"dtype {request.dtype!r} is float64 or float32")
-    _need(request.mode == plan.mode, f"mode {request.mode!r} is that of the plan")
-    _need(resolved.engine in ("blas", "xla"), f"engine {resolved.engine!r} is blas or xla")
-    _need(resolved.precision in PRECISIONS, f"precision {resolved.precision!r} is one of {', '.join(PRECISIONS)}")
+    _need(request.dtype in ("float64", "float32"), f"dtype {request.dtype!r} must be float64 or float32")
+    _need(request.mode == plan.mode, f"mode {request.mode!r} must be that of the plan")
+    _need(resolved.engine in ("blas", "xla"), f"engine {resolved.engine!r} must be blas or xla")
+    allowed = ", ".join(PRECISIONS)
+    _need(resolved.precision in PRECISIONS, f"precision {resolved.precision!r} must be one of {allowed}")
     _check_numerics(resolved.numerics)
-    _need(len(found.stores) == (1 if plan.symmetric else 2) or len(found.stores) == 1, "stores are one or two paths")
-    _need(len(set(leaves)) == len(leaves), "every leaf has a path of its own")
+    _need(
+        len(found.stores) == (1 if plan.symmetric else 2) or len(found.stores) == 1,
+        "`stores` must list one or two paths",
+    )
+    _need(len(set(leaves)) == len(leaves), "every leaf must have a path of its own")
     _check_sides(plan, max(1, len(leaves)))
     _check_groups(plan)
     _check_splits(plan)
 
 
 def _check_sides(plan: GramPlan, n_leaves: int) -> None:
-    _need(plan.mode in MODES, f"mode {plan.mode!r} is one of {', '.join(MODES)}")
+    _need(plan.mode in MODES, f"mode {plan.mode!r} must be one of {', '.join(MODES)}")
     sides = (plan.rows, plan.cols)
-    _need(all(min(s.n_examples, s.unit_size, s.piece_columns, s.itemsize) >= 1 for s in sides), "sides hold examples")
-    _need(plan.rows == plan.cols or not plan.symmetric, "both sides of a symmetric kernel are the same")
-    _need(plan.symmetric or plan.mode != "blocks", "mode blocks is symmetric")
-    _need(min(plan.n_outputs, plan.tile, plan.slab_columns, plan.bytes_stored) >= 1, "sizes are at least 1")
+    _need(
+        all(min(s.n_examples, s.unit_size, s.piece_columns, s.itemsize) >= 1 for s in sides), "sides must hold examples"
+    )
+    _need(plan.rows == plan.cols or not plan.symmetric, "both sides of a symmetric kernel must be the same")
+    _need(plan.symmetric or plan.mode != "blocks", "mode blocks must be symmetric")
+    _need(min(plan.n_outputs, plan.tile, plan.slab_columns, plan.bytes_stored) >= 1, "sizes must be at least 1")
     across, down = plan.grid
     files = across * (1 if plan.mode == "blocks" else down) * n_leaves
-    _need(files <= MAX_FILES, f"{files:,} tiles are at most {MAX_FILES:,}")
+    _need(files <= MAX_FILES, f"{files:,} tiles must be at most {MAX_FILES:,}")
     entries = plan.rows.n_examples * plan.cols.n_examples * plan.n_outputs**2
-    _need(entries * 8 <= LARGEST_ARRAY, "the kernel can be addressed")
+    _need(entries * 8 <= LARGEST_ARRAY, "the kernel must be small enough to be addressed")
 
 
 def _check_groups(plan: GramPlan) -> None:
     """Every tile is in one group, once."""
     across, down = plan.grid
-    _need(len(plan.groups) * len(plan.splits) <= MAX_ITEMS, f"items are at most {MAX_ITEMS:,}")
+    _need(len(plan.groups) * len(plan.splits) <= MAX_ITEMS, f"items must be at most {MAX_ITEMS:,}")
     inside = all(_within(group.rows, across) and _within(group.cols, down) for group in plan.groups)
-    _need(inside, "groups are ranges of tiles")
+    _need(inside, "groups must be ranges of tiles")
     wanted = _tile_count(plan, Group(rows=(0, across), cols=(0, down)))
     counts = [_tile_count(plan, group) for group in plan.groups]
-    _need(min(counts, default=0) >= 1 and sum(counts) == wanted, "groups hold every tile once")
+    _need(min(counts, default=0) >= 1 and sum(counts) == wanted, "groups must hold every tile once")
     tiles = {tile for group in plan.groups for tile in plan.tiles_of(group)}
-    _need(len(tiles) == wanted, "groups hold every tile once")
+    _need(len(tiles) == wanted, "groups must hold every tile once")
 
 
 def _tile_count(plan: GramPlan, group: Group) -> int:
@@ -279,18 +285,18 @@ def _within(span: tuple[int, int], count: int) -> bool:
 
 def _check_splits(plan: GramPlan) -> None:
     """Every column and every step is in one split, once."""
-    _need(bool(plan.splits) and len(plan.split_steps) == len(plan.splits), "splits have columns and steps")
+    _need(bool(plan.splits) and len(plan.split_steps) == len(plan.splits), "splits must have columns and steps")
     ordered = all(a <= b == c for (a, b), (c, _) in itertools.pairwise(plan.splits))
     first, last = plan.splits[0], plan.splits[-1]
     _need(
         ordered and first[0] == 0 and last[0] <= last[1] == plan.n_columns,
-        "splits hold every column once",
+        "splits must hold every column once",
     )
     steps = sorted(number for numbers in plan.split_steps for number in numbers)
-    _need(steps == list(range(len(plan.steps))), "splits hold every step once")
-    _need(plan.piece_columns >= 1 or not plan.n_columns, "pieces have columns")
+    _need(steps == list(range(len(plan.steps))), "splits must hold every step once")
+    _need(plan.piece_columns >= 1 or not plan.n_columns, "pieces must have columns")
     for step in plan.steps:
-        _need(bool(step.leaves) and set(step.expanded) <= set(step.leaves), "steps hold leaves")
+        _need(bool(step.leaves) and set(step.expanded) <= set(step.leaves), "steps must hold leaves")
 
 
 def check_plan_for(
@@ -309,16 +315,16 @@ def check_plan_for(
         Saying what does not agree.
     """
     sides = (rows, cols or rows, cols is None)
-    _need((plan.rows, plan.cols, plan.symmetric) == sides, "the examples and units of the plan are those of the stores")
-    _need(plan.n_outputs == n_outputs, "the outputs of the plan are those of the stores")
+    _need((plan.rows, plan.cols, plan.symmetric) == sides, "the plan must have the examples and units of the stores")
+    _need(plan.n_outputs == n_outputs, "the plan must have the outputs of the stores")
     stepped = sorted(number for step in plan.steps for number in step.leaves)
     factored = [number for number, leaf in enumerate(leaves) if leaf.size and not leaf.dense]
     # Where the two stores hold leaves by other terms, all are multiplied as rows.
     as_rows = stepped == [] and plan.n_columns == sum(leaf.size for leaf in leaves)
     alike = stepped == factored and plan.n_columns == n_columns
-    _need(alike or as_rows, "the plan takes every column of the stores once")
+    _need(alike or as_rows, "the plan must take every column of the stores once")
 
 
 def _need(holds: bool, what: str) -> None:
     if not holds:
-        raise Damaged(f"it does not hold that {what}")
+        raise Damaged(what)

@@ -86,7 +86,7 @@ def gradient_dot(
         )
     parts = [factor * _dots(*one) for factor, *one in zip(factors, grams, rows, columns, strict=True)]
     if len({part.shape for part in parts}) > 1:
-        raise Refused(f"the checkpoints' kernels have {[part.shape for part in parts]} examples; needed are the same")
+        raise Refused(f"the checkpoints' kernels have {[part.shape for part in parts]} examples; all need the same")
     return sum(parts[1:], parts[0])
 
 

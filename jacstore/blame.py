@@ -1,4 +1,4 @@
-"""In: an exception of the user's code. Out: one line that says what failed, where, and what to change."""
+"""Turn an exception of the user's code into one line that says what failed, where, and what to change."""
 
 from __future__ import annotations
 

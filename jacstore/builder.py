@@ -48,7 +48,7 @@ READ_AHEAD = 2
 LONG_RUN = 0.2
 # Device passes begun before the first of them is waited for: more than one keeps a second core busy.
 IN_FLIGHT = 4
-# What a disk is taken to write when nothing may be written to measure it, in bytes a second.
+# What a disk is taken to write when nothing may be written to measure it, in bytes per second.
 DISK_SPEED = 5e8
 
 
@@ -88,7 +88,7 @@ def build(
     layout
         "dense" stores rows; "auto" and "factored" choose smaller exact forms where there are any.
     batch_size, output_batch, unit_size
-        Examples a device pass, outputs a pass, examples a unit; chosen from the memory if not given.
+        Examples per device pass, outputs per pass, examples per unit; chosen from the memory if not given.
     codec
         "auto" measures a first batch.
     examples
@@ -98,7 +98,7 @@ def build(
     allow_nonfinite
         Store rows with NaN or infinity instead of stopping.
     overwrite
-        Delete what is there and start anew.
+        Delete what is there and start over.
     listener
         Called with progress events.
     stop

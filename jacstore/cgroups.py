@@ -1,4 +1,4 @@
-"""In: what Linux says of control groups. Out: memory and cores that a job or container leaves to this process.
+"""Read from Linux control groups which memory and cores a job or container leaves to this process.
 
 A process is in one group of each hierarchy. Every group above that one may set a limit too, so the least of all counts.
 """

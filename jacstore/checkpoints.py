@@ -19,7 +19,7 @@ from jacstore.schema import Open, typed
 
 # Checkpoints may take this share of the time; a kill then loses at most their cost divided by it.
 CHECKPOINT_SHARE = 0.05
-# What writing a first checkpoint is taken to cost, in bytes a second, until one has been timed.
+# What writing a first checkpoint is taken to cost, in bytes per second, until one has been timed.
 CHECKPOINT_SPEED = 3e8
 
 

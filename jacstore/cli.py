@@ -1,4 +1,4 @@
-"""In: words on the command line. Out: the same calls as from Python; terminal.py does the rest."""
+"""The commands: each turns its flags into the same call as from Python; terminal.py does the rest."""
 
 from __future__ import annotations
 
@@ -10,10 +10,22 @@ from typing import Any
 import click
 
 from jacstore import wording
-from jacstore.terminal import Lines, OneLineErrors, Shared, Stop, common, run, with_warnings
+from jacstore.terminal import Lines, OneLineErrors, Shared, Stop, Words, common, run, with_warnings
+
+# The words of flags. tests/test_cli.py compares them with what the modules allow, which take seconds to import.
+DTYPES = Words("float32", "bfloat16", "float16", "float64")
+LAYOUTS = Words("auto", "dense", "factored")
+CODECS = Words("auto", "none", "lz4", "zstd")
+MODES = Words("full", "trace", "diagonal", "blocks")
+KERNEL_DTYPES = Words("float64", "float32")
+PRECISIONS = Words("float64", "float32", "fast")
+PRODUCT_PRECISIONS = Words("float64", "float32")
+ENGINES = Words("auto", "blas", "xla")
+LIKELIHOODS = Words("gaussian", "softmax")
+METHODS = Words("auto", "perturb", "cg", "eigh", "lanczos", "ciq-dual", "ciq-primal", "ggn")
 
 # What the same command does after a signal, where it keeps nothing unfinished.
-ANEW = "to start anew"
+ANEW = "to start over"
 
 
 @click.group(cls=OneLineErrors, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -27,11 +39,11 @@ def main() -> None:
 
 def _starting(command: Callable[..., Any]) -> Callable[..., Any]:
     command = click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")(command)
-    return click.option("--overwrite", is_flag=True, help="Delete what is there and start anew.")(command)
+    return click.option("--overwrite", is_flag=True, help="Delete what is there and start over.")(command)
 
 
 def _keeping(command: Callable[..., Any]) -> Callable[..., Any]:
-    words = 'Keep the factorization in the folder of KERNEL for next time, or not; "jacstore clean" removes it.'
+    words = 'Whether to keep the factorization in the folder of KERNEL for later runs; "jacstore clean" removes it.'
     return click.option("--keep/--no-keep", default=True, show_default=True, help=words)(command)
 
 
@@ -40,16 +52,16 @@ def _keeping(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--out", required=True, metavar="STORE", help="Folder of the store.")
 @click.option("--memory", metavar="SIZE", help="Host memory to use, such as 8GB. [default: half of what is available]")
 @click.option("--device-memory", metavar="SIZE", help="Accelerator memory to use. [default: three quarters of it]")
+@click.option("--dtype", type=DTYPES, default="float32", show_default=True, help="Type of the stored rows and factors.")
 @click.option(
-    "--dtype", default="float32", show_default=True, help="float32, bfloat16, float16 or float64: what is stored."
+    "--layout", type=LAYOUTS, default="auto", show_default=True, help="Store rows, or factors where possible."
 )
-@click.option("--layout", default="auto", show_default=True, help="auto, dense or factored.")
-@click.option("--batch-size", type=int, metavar="N", help="Examples a device pass. [default: from the memory]")
-@click.option("--output-batch", type=int, metavar="N", help="Outputs a device pass. [default: from the memory]")
+@click.option("--batch-size", type=int, metavar="N", help="Examples per device pass. [default: from the memory]")
+@click.option("--output-batch", type=int, metavar="N", help="Outputs per device pass. [default: from the memory]")
 @click.option(
-    "--unit-size", type=int, metavar="N", help="Examples a unit, the piece that is resumed. [default: from the memory]"
+    "--unit-size", type=int, metavar="N", help="Examples per unit, the part that is resumed. [default: from the memory]"
 )
-@click.option("--codec", default="auto", show_default=True, help="auto, none, lz4 or zstd.")
+@click.option("--codec", type=CODECS, default="auto", show_default=True, help="Compression. auto measures which pays.")
 @click.option("--examples", metavar="A:B", help="Only these examples; they define the N of the store.")
 @click.option("--part", metavar="I/N", help="Only part I of N, counted from 1; parts may run anywhere, in any order.")
 @click.option("--allow-nonfinite", is_flag=True, help="Store rows that hold NaN or infinity instead of stopping.")
@@ -59,7 +71,7 @@ def build(shared: Shared, target: str, out: str, dry_run: bool, **options: Any) 
     """Compute the Jacobian rows of TARGET and store them.
 
     TARGET is path/to/file.py:name or package.module:name, a Problem or a function returning one; name defaults to
-    "problem". Of PyTorch it is a jacstore.torch.TorchProblem.
+    "problem". For PyTorch it is a jacstore.torch.TorchProblem.
     """
 
     def work(lines: Lines, stop: Stop) -> dict[str, Any]:
@@ -79,7 +91,7 @@ def build(shared: Shared, target: str, out: str, dry_run: bool, **options: Any) 
 
 
 def _build_torch(problem: Any, out: str, dry_run: bool, **options: Any) -> dict[str, Any]:
-    """The build of a module of PyTorch, which chooses by itself what these options say."""
+    """Build from a PyTorch module; that build chooses by itself what the options refused here would set."""
     from jacstore import torch
     from jacstore.errors import Refused
 
@@ -87,7 +99,7 @@ def _build_torch(problem: Any, out: str, dry_run: bool, **options: Any) -> dict[
     given |= {"codec": None if given["codec"] in ("auto", "none") else given["codec"], "dry_run": dry_run or None}
     for name, value in given.items():
         if value is not None:
-            raise Refused(f"--{name.replace('_', '-')}: not allowed where TARGET is of PyTorch; leave it out")
+            raise Refused(f"--{name.replace('_', '-')}: not allowed where TARGET is a TorchProblem; leave it out")
     return torch.build(problem, out=out, **options).report
 
 
@@ -99,14 +111,24 @@ def _build_torch(problem: Any, out: str, dry_run: bool, **options: Any) -> dict[
     "--memory", metavar="SIZE", help="Host memory for all workers together. [default: half of what is available]"
 )
 @click.option("--device-memory", metavar="SIZE", help="Accelerator memory to use. [default: three quarters of it]")
-@click.option("--mode", default="full", show_default=True, help="full, trace (sum over outputs), diagonal or blocks.")
-@click.option("--dtype", default="float64", show_default=True, help="float64 or float32: type of the stored kernel.")
-@click.option("--precision", help="float64, float32 or fast (16-bit or TF32 products). [default: from the store]")
-@click.option("--engine", default="auto", show_default=True, help="auto, blas or xla.")
+@click.option(
+    "--mode",
+    type=MODES,
+    default="full",
+    show_default=True,
+    help="All entries, their sum over outputs, one kernel per output, or each example with itself.",
+)
+@click.option("--dtype", type=KERNEL_DTYPES, default="float64", show_default=True, help="Type of the stored kernel.")
+@click.option(
+    "--precision",
+    type=PRECISIONS,
+    help="Type of the products; fast means 16-bit or TF32. [default: from the store]",
+)
+@click.option("--engine", type=ENGINES, default="auto", show_default=True, help="What multiplies: BLAS or JAX's XLA.")
 @click.option("--tile", type=int, metavar="N", help="Edge of a kernel tile in examples. [default: from the memory]")
-@click.option("--by-leaf", is_flag=True, help="Keep one kernel for each parameter leaf.")
+@click.option("--by-leaf", is_flag=True, help="Keep one kernel per parameter leaf.")
 @click.option("--triangle", is_flag=True, help="Store only tiles on and above the diagonal.")
-@click.option("--exact-diagonal", is_flag=True, help="Put norms taken before rounding on the diagonal.")
+@click.option("--exact-diagonal", is_flag=True, help="Put the norms computed before rounding on the diagonal.")
 @click.option("--part", metavar="I/N", help="Only part I of N of the items, counted from 1.")
 @click.option("--scheduler", default="threads", show_default=True, help="threads, processes or tcp://HOST:PORT.")
 @click.option("--workers", type=int, metavar="N", help="Processes to share the work. [default: as many as there are]")
@@ -129,9 +151,9 @@ def gram(shared: Shared, store: str, other: str | None, out: str, dry_run: bool,
 @click.argument("path")
 @common
 def info(shared: Shared, path: str) -> None:
-    """Say what a store or kernel holds and whether it is complete.
+    """Show what a store or kernel holds and whether it is complete.
 
-    Exit code 3 if a record is damaged; what it is about counts as missing.
+    Exit code 3 if a record is damaged; the unit or tiles it describes count as missing.
     """
 
     def work(lines: Lines, stop: Stop) -> dict[str, Any]:
@@ -162,16 +184,17 @@ def clean(shared: Shared, kernel: str) -> None:
 
 @main.command()
 @click.argument("path")
+@click.option("--target", metavar="TARGET", help="What the store was built from, to compare and recompute rows.")
 @click.option(
-    "--target", metavar="TARGET", help="What a store should be of: compare fingerprint and inputs, recompute rows."
-)
-@click.option(
-    "--store", multiple=True, metavar="STORE", help="A kernel's store, if it was moved; twice for a rectangular one."
+    "--store",
+    multiple=True,
+    metavar="STORE",
+    help="The kernel's store, if it was moved; twice for a rectangular kernel.",
 )
 @click.option(
     "--samples", type=int, default=32, show_default=True, metavar="N", help="Random rows or entries to recompute."
 )
-@click.option("--full", is_flag=True, help="Recompute every row (with --target), every entry of a kernel.")
+@click.option("--full", is_flag=True, help="Recompute every row (with --target) or every kernel entry.")
 @click.option("--memory", metavar="SIZE", help="Host memory to use, such as 8GB. [default: half of what is available]")
 @common
 def verify(
@@ -202,11 +225,14 @@ def verify(
 @click.argument("cross")
 @click.option("--labels", required=True, metavar="FILE", help="A .npy file of integer classes (N,) or targets (N, K).")
 @click.option(
-    "--alpha", required=True, metavar="A[,A...]", help="Added to the diagonal; of several the best by leave-one-out."
+    "--alpha",
+    required=True,
+    metavar="A[,A...]",
+    help="Added to the diagonal; of several, the best by leave-one-out.",
 )
 @click.option("--out", required=True, metavar="FILE", help="The .npy file of predictions to write.")
 @click.option(
-    "--from-network", is_flag=True, help="Fit what the stored outputs leave of the targets, and add outputs again."
+    "--from-network", is_flag=True, help="Fit the targets minus the stored network outputs, and add the outputs back."
 )
 @_keeping
 @click.option("--memory", metavar="SIZE", help="Memory to use, such as 8GB. [default: half of what is available]")
@@ -214,8 +240,8 @@ def verify(
 def predict(shared: Shared, kernel: str, cross: str, labels: str, out: str, **options: Any) -> None:
     """Kernel ridge regression: fit labels on KERNEL, predict at other examples.
 
-    KERNEL is that of a store of mode full or trace, CROSS the one between other examples and these, made by
-    "jacstore gram OTHER STORE --out CROSS". Predictions of classes are a score for each class.
+    KERNEL has mode full or trace. CROSS is the kernel between other examples and those of KERNEL, made by
+    "jacstore gram OTHER STORE --out CROSS". For integer classes the predictions are one score per class.
     """
 
     def work(lines: Lines, stop: Stop) -> dict[str, Any]:
@@ -232,12 +258,12 @@ def predict(shared: Shared, kernel: str, cross: str, labels: str, out: str, **op
 @click.option(
     "--alpha",
     metavar="A[,A...]",
-    help="Where to take the effective dimension. [default: 1e-2, 1e-4, 1e-6 of the largest eigenvalue]",
+    help="Alphas at which to print the effective dimension. [default: 1e-2, 1e-4, 1e-6 of the largest eigenvalue]",
 )
 @click.option("--memory", metavar="SIZE", help="Memory to use, such as 8GB. [default: half of what is available]")
 @common
 def spectrum(shared: Shared, kernel: str, top: int, alpha: str | None, memory: str | None) -> None:
-    """Eigenvalues of KERNEL, of mode full or trace, and its effective dimension, the sum of lam / (lam + alpha)."""
+    """Print eigenvalues of KERNEL (mode full or trace) and its effective dimension, the sum of lam / (lam + alpha)."""
 
     def work(lines: Lines, stop: Stop) -> dict[str, Any]:
         from jacstore.factoring import describe_spectrum
@@ -254,21 +280,21 @@ def spectrum(shared: Shared, kernel: str, top: int, alpha: str | None, memory: s
 @click.argument("kernel", required=False)
 @click.option("--alpha", type=float, required=True, metavar="A", help="Prior precision.")
 @click.option("--n", type=int, required=True, metavar="N", help="Number of samples.")
-@click.option("--key", type=int, required=True, metavar="KEY", help="Integer that decides the noise.")
+@click.option("--key", type=int, required=True, metavar="KEY", help="Integer seed of the noise.")
 @click.option("--out", required=True, metavar="FILE.npy", help="File for the samples (N, P).")
-@click.option("--likelihood", default="gaussian", show_default=True, help="gaussian or softmax.")
-@click.option("--method", default="auto", show_default=True, help="ggn, perturb, cg, eigh, lanczos, ciq-dual, ...")
-@click.option("--error", type=float, metavar="E", help="Wanted relative error of cg, lanczos and ciq. [default: 1e-4]")
+@click.option("--likelihood", type=LIKELIHOODS, default="gaussian", show_default=True, help="Likelihood of the data.")
+@click.option("--method", type=METHODS, default="auto", show_default=True, help="How the samples are computed.")
+@click.option("--error", type=float, metavar="E", help="Target relative error of cg, lanczos and ciq. [default: 1e-4]")
 @click.option("--q", type=int, metavar="Q", help="Quadrature points of ciq. [default: from the error]")
 @click.option("--memory", metavar="SIZE", help="Host memory to use, such as 8GB. [default: half of what is available]")
-@click.option("--precision", help="float64 or float32: type of the products with J. [default: from the store]")
+@click.option("--precision", type=PRODUCT_PRECISIONS, help="Type of the products with J. [default: from the store]")
 @_keeping
-@click.option("--overwrite", is_flag=True, help="Delete what is there and start anew.")
+@click.option("--overwrite", is_flag=True, help="Delete what is there and start over.")
 @common
 def sample(shared: Shared, store: str, kernel: str | None, **options: Any) -> None:
     """Draw samples of the Laplace posterior of STORE and its KERNEL, as deviations from the parameters.
 
-    Without KERNEL the store alone is used.
+    Without KERNEL only the store is used.
     """
 
     def work(lines: Lines, stop: Stop) -> dict[str, Any]:

@@ -246,7 +246,7 @@ class _Programs:
         if needed > allowed:
             raise Refused(
                 f"--memory {self.memory:,}: {n_columns} column(s) and their product take {format_size(needed)}, "
-                f"{format_size(allowed)} of it are for them; give more (memory=) or fewer columns at once"
+                f"{format_size(allowed)} of it may be used for them; give more (memory=) or fewer columns at once"
             )
 
     @property
@@ -345,7 +345,7 @@ class _Programs:
             else:
                 raise Refused(
                     f"a product with {batch} example(s) takes {format_size(needed)}, {format_size(budget)} are given "
-                    "for a program; give a smaller batch_size= or more memory= (on a CPU a quarter of it is for this)"
+                    "for a program; give a smaller batch_size= or more memory= (on a CPU this is a quarter of it)"
                 )
         self._compiled[kind, wanted] = _Compiled(run=compiled, batch=batch, columns=columns)
         return self._compiled[kind, wanted]

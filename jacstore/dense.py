@@ -1,6 +1,6 @@
 """In: a kernel on disk, lazy on Dask or an array. Out: all of it in float64, its rows panel by panel, or its product.
 
-What a solver has to know of a kernel, whoever made it: rows an example, what its entries are rounded to, who it is.
+What a solver has to know of a kernel, whoever made it: rows per example, what its entries are rounded to, who it is.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Gram:
         self.n_outputs = kernel.plan.n_outputs if kernel.mode == "full" else 1
         if outputs not in (None, self.n_outputs):
             raise Refused(
-                f"outputs={outputs}: {kernel.path} has {self.n_outputs} row(s) an example; leave outputs= out"
+                f"outputs={outputs}: {kernel.path} has {self.n_outputs} row(s) per example; leave outputs= out"
             )
         self.array, self.where, self.mode, self.symmetric = (
             kernel.array,

@@ -6,7 +6,7 @@ import dask.array as da
 
 
 class DescribedArray(da.Array):
-    """A lazy float64 kernel that was made from stored or computed products; what is derived from it says nothing more.
+    """A lazy float64 kernel, made from stored or computed products; arrays derived from it lose these attributes.
 
     Attributes
     ----------

@@ -134,7 +134,7 @@ class BlasEngine:
     def add_factors(
         self, mode: str, total: np.ndarray, a: FactorSet, rows: slice, b: FactorSet, cols: slice
     ) -> np.ndarray:
-        """Blocks that stay in the cache, one a core: numbers are then multiplied one by one at full speed too."""
+        """Blocks that stay in the cache, one per core: numbers are then multiplied one by one at full speed too."""
         m, n = rows.stop - rows.start, cols.stop - cols.start
         if mode == "blocks":
             for part in a.own_parts(rows):

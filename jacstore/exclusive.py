@@ -1,4 +1,4 @@
-"""In: the name of a file that nobody else may make. Out: one holder at a time, where a file system has no locks.
+"""Mutual exclusion by a file that only one process can create, for file systems that have no locks.
 
 What is held is a file that its holder created. It names a process, so that what a dead one left is taken over: at once
 on this host, and when it has stood still for long where the holder cannot be asked.

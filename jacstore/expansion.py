@@ -54,7 +54,7 @@ def expanded_slabs(
 
 
 def _rows(terms: Sequence[Factored], operands: Operands, columns: int, pool: Executor, threads: int) -> np.ndarray:
-    """Rows `(n, K, columns)`, a range of examples a thread: a product of one example is too small for several."""
+    """Rows `(n, K, columns)`, a range of examples per thread: a product of one example is too small for several."""
     cotangents = operands[terms[0].cotangents]
     n = len(cotangents)
     rows = np.empty((n, cotangents.shape[1], columns), cotangents.dtype)

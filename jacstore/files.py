@@ -1,4 +1,4 @@
-"""In: names and buffers. Out: durable files below one folder, or the same in memory; every byte read is counted here.
+"""Durable files below one folder, or the same in memory; every byte read is counted here.
 
 All reading and writing of stored data passes through this module, so that counts are true and faults can be injected:
 tests replace `before_step`, which is called with the name of each protocol step and the file that it is about to touch.
@@ -23,7 +23,7 @@ from typing import BinaryIO, Protocol
 import numpy as np
 
 from jacstore import exclusive, leaving
-from jacstore.errors import Damaged, Refused
+from jacstore.errors import Damaged, JacstoreError, Refused
 from jacstore.machine import format_size
 
 Buffer = bytes | bytearray | memoryview
@@ -85,7 +85,7 @@ class Folder:
 
     def __init__(self, root: str | Path) -> None:
         if not is_path(str(root)):
-            raise Refused(f"{str(root)!r} is no path; give the path of a folder (--out, out=)")
+            raise Refused(f"{str(root)!r} is not a path; give the path of a folder (--out, out=)")
         self.root = Path(root)
         self.bytes_read = 0
         self.locks = True
@@ -174,6 +174,8 @@ class Folder:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
+        except JacstoreError:
+            raise
         except OSError as error:
             raise explain(error, path, size) from error
         return size
@@ -277,6 +279,8 @@ class Folder:
                         raise Damaged(f"{name} ends at byte {offset + filled}, before what was recorded")
                     filled += got
                 total += filled
+        except JacstoreError:
+            raise
         except OSError as error:
             raise Damaged(f"{name} cannot be read ({error.strerror})") from error
         finally:

@@ -93,7 +93,7 @@ def finish_group(work: Work, group: int, _after: Any = None) -> dict[str, Any]:
 
 
 def _partial_checksums(kernel: Kernel, item: int, n_tiles: int) -> tuple[int, ...]:
-    """Checksums of an item's partial sums, one a tile."""
+    """Checksums of an item's partial sums, one per tile."""
     with _recomputed(kernel, item):
         record = typed(PartialRecord, kernel.ledger.read("item", item))
         if len(record.checksums) != n_tiles:

@@ -1,4 +1,4 @@
-"""In: array layouts and attributes. Out: a Zarr v3 group on disk whose root metadata, written last, makes it exist."""
+"""Create and open Zarr v3 groups on disk; the root metadata is written last and makes a group exist."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import zarr
 from zarr.codecs import BloscCodec, Crc32cCodec
 
-from jacstore.errors import Damaged, Refused
+from jacstore.errors import Damaged, JacstoreError, Refused
 from jacstore.files import Files, Folder, Memory, clear_folder, explain, sync_path
 from jacstore.ledger import FOLDER, FORMAT_VERSION, Lock, read_json
 from jacstore.pieces import BLOSC_LEVELS, ArrayLayout
@@ -54,6 +54,8 @@ def create(
             # Zarr writes the root's metadata by rename, so a reader sees all of it or none.
             zarr.create_group(files.about_to_create(ROOT).parent, zarr_format=3, attributes=attributes)
             _flush_metadata(files.root)
+        except JacstoreError:
+            raise
         except OSError as error:
             raise explain(error, files.root, 0) from error
     else:
@@ -68,6 +70,8 @@ def add(files: Folder, group: str, layouts: Sequence[ArrayLayout]) -> None:
         for layout in layouts:
             _create_array(files.about_to_create(f"{layout.name}/{ROOT}").parent, layout)
         _flush_metadata(files.root / group)
+    except JacstoreError:
+        raise
     except OSError as error:
         raise explain(error, files.root / group, 0) from error
 
@@ -112,7 +116,7 @@ def read_attributes(files: Files, where: str) -> dict[str, Any]:
         raise Refused(f"{where}: no jacstore store or kernel here (no {ROOT}); check the path")
     attributes = read_json(files, ROOT).get("attributes")
     if not isinstance(attributes, dict) or attributes.get("kind") not in KINDS:
-        raise Refused(f"{where}: a Zarr group, but not a store or kernel of jacstore; check the path")
+        raise Refused(f"{where}: this Zarr group is not a jacstore store or kernel; check the path")
     found = attributes.get("format_version")
     if type(found) is not int or found > FORMAT_VERSION:
         raise Refused(f"{where}: format version {found}, this jacstore reads up to {FORMAT_VERSION}; upgrade jacstore")
@@ -151,6 +155,8 @@ def creating(files: Files, where: str, known: Sequence[str], overwrite: bool, li
         for name in _refuse_foreign(files, where, known):
             files.remove(name)
         files.inside(f"{FOLDER}/.creating").parent.mkdir(parents=True, exist_ok=True)
+    except JacstoreError:
+        raise
     except OSError as error:
         raise Refused(f"{where} cannot be written ({error.strerror}); give another folder (--out, out=)") from error
     with files.guard(f"{FOLDER}/.creating"):
@@ -180,7 +186,7 @@ def _refuse_foreign(files: Folder, where: str, known: Sequence[str]) -> set[str]
         dead = {name for name in names if name.startswith("zarr.") and name.endswith(".partial")}
         foreign = sorted(names - dead - {*known, FOLDER, ROOT})
         if foreign:
-            raise Refused(f"{where} holds {foreign[0]!r}, which is not jacstore's; give another folder (--out, out=)")
+            raise Refused(f"{where} holds {foreign[0]!r}, not written by jacstore; give another folder (--out, out=)")
     elif files.root.exists():
         raise Refused(f"{where} is a file; give a folder that is new or empty (--out, out=)")
     return dead

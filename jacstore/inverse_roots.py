@@ -68,7 +68,7 @@ class DualKernel:
         self.rows = jacobian.shape[0]
 
     def array(self) -> tuple[Any, int | None]:
-        """What solvers take for the kernel, and rows an example where it does not say."""
+        """What solvers take for the kernel, and rows per example where it does not say."""
         if self.kernel is None:
             raise Refused('this method needs a stored kernel; give kernel= or use method="cg" (--method)')
         if self.jacobian.roots is None:

@@ -1,4 +1,4 @@
-"""In: stores, a plan and the number of an item. Out: its tiles, or its partial sums, on disk.
+"""Compute one item of a plan and write its tiles, or its partial sums, to disk.
 
 An item owns the accumulators of a group of tiles over a range of columns. While one slab is multiplied the next is
 read.

@@ -30,7 +30,7 @@ from jacstore.trace import Cut
 
 LARGEST_BATCH = 512
 # Rows of a batch: on a CPU, blocks above 32 MB go back to the system after each batch, and faulting them in again took
-# twice the time of computing them (2.4M parameters: 0.4 GB/s at 64 examples a batch, 1.2 GB/s at 1).
+# twice the time of computing them (2.4M parameters: 0.4 GB/s at 64 examples per batch, 1.2 GB/s at 1).
 BATCH_BYTES = {"cpu": 24_000_000}
 BATCH_BYTES_ELSEWHERE = 512_000_000
 
@@ -68,7 +68,7 @@ class DevicePass:
     Attributes
     ----------
     batch_size, output_batch
-        Examples a batch, outputs a slice.
+        Examples per batch, outputs per slice.
     bytes_needed
         Argument, temporary and output bytes of the compiled program.
     seconds_compile
@@ -101,7 +101,7 @@ class DevicePass:
                     f"a batch of {self.batch_size} example(s) and {self.output_batch} output(s) needs "
                     f"{format_size(self.bytes_needed)}, {format_size(budget)} are given for a device pass; give "
                     f"{'a smaller ' + ' or '.join(smaller) + ', or ' if smaller else ''}more --memory (memory=, on a "
-                    "CPU a quarter of it is for this) or --device-memory (device_memory=)"
+                    "CPU a quarter of it is used for this) or --device-memory (device_memory=)"
                 )
             self.batch_size = max(1, min(self.batch_size // 2, self.batch_size * budget // self.bytes_needed))
             self._compile()

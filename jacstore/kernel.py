@@ -193,7 +193,7 @@ class Kernel:
 
     @property
     def array(self) -> da.Array:
-        """The whole kernel as a lazy Dask array, whatever is stored: triangle or full, one array or one a leaf.
+        """The whole kernel as a lazy Dask array, whatever is stored: triangle or full, one array or one per leaf.
 
         Raises
         ------

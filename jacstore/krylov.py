@@ -36,7 +36,7 @@ class Stats:
     Attributes
     ----------
     steps, passes
-        Passes over the kernel are one a step, and one for each true residual that was computed.
+        One pass over the kernel per step, and one for each true residual that was computed.
     residuals
         True relative residuals `‖Y - (G + alpha I) X‖ / ‖Y‖` of each right-hand side, `(B,)`.
     history
@@ -77,10 +77,10 @@ def block_cg(
     Parameters
     ----------
     matrix
-        A `Kernel` or its path, whose tiles are then read once a step; a NumPy or Dask matrix; or anything with
+        A `Kernel` or its path, whose tiles are then read once per step; a NumPy or Dask matrix; or anything with
         `matmat`, such as a `scipy.sparse.linalg.LinearOperator`.
     y
-        Right-hand sides `(R, ...)`, or `(N, K, ...)` for a kernel with K rows an example.
+        Right-hand sides `(R, ...)`, or `(N, K, ...)` for a kernel with K rows per example.
     alpha
         At least 0.
     tolerance
@@ -131,7 +131,7 @@ def block_cg(
 
 
 def _as_product(matrix: Any, outputs: int | None) -> tuple[Product, int, int]:
-    """The product with a block, rows, and rows an example."""
+    """The product with a block, the number of rows, and the number of rows per example."""
     if hasattr(matrix, "matmat"):
         if matrix.shape[0] != matrix.shape[1]:
             raise Refused(f"the operator is {tuple(matrix.shape)}; needed is a symmetric one")

@@ -162,7 +162,7 @@ def check_mode(mode: str, cols: Any) -> None:
     if mode not in MODES:
         raise Refused(f"--mode {mode}: allowed are {', '.join(MODES)} (mode=)")
     if mode == "blocks" and cols is not None:
-        raise Refused("--mode blocks is each example with itself and takes one store; leave out OTHER (other=)")
+        raise Refused("--mode blocks pairs each example with itself and takes one store; leave out OTHER (other=)")
 
 
 def refuse_unlike(rows: JacobianStore, cols: JacobianStore) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jacstore import leaving, machine
-from jacstore.errors import Damaged, Interrupted, Locked, Mismatch, Refused
+from jacstore.errors import Damaged, Interrupted, JacstoreError, Locked, Mismatch, Refused
 from jacstore.files import Files, Folder, explain
 from jacstore.progress import Listener, Noted, Waiting
 from jacstore.schema import Open, parse, short_hash, typed
@@ -136,7 +136,7 @@ def compare_requested(path: str, found: Mapping[str, Any], wanted: Mapping[str, 
     if differences:
         raise Mismatch(
             f"{path} was started from another request ({'; '.join(differences)}); repeat the first request, "
-            "choose another --out (out=), or start anew with --overwrite (overwrite=True)"
+            "choose another --out (out=), or start over with --overwrite (overwrite=True)"
         )
 
 
@@ -192,6 +192,8 @@ class Lock:
             self.files.inside(f"{FOLDER}/.guard").parent.mkdir(parents=True, exist_ok=True)
             while not self._try_claim():
                 pass
+        except JacstoreError:
+            raise
         except OSError as error:
             raise explain(error, self.folder, 0) from error
         if not self.files.locks and not self.files.said_so:

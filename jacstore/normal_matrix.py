@@ -72,7 +72,7 @@ def ggn(
     leaves, examples, precision
         As in `jacstore.operator`.
     overwrite
-        Delete what is in `out` and start anew.
+        Delete what is in `out` and start over.
     listener
         Called with progress events.
     stop
@@ -220,10 +220,12 @@ class _Place:
             with self.folder.open(MATRIX) as file:
                 total: np.ndarray = np.load(file, allow_pickle=False)
             intact = crc32c(raw(total)) == typed(Checksum, self.ledger.read("done", 0)).crc32c
+        except Refused:
+            raise
         except (Damaged, OSError, EOFError, ValueError, MemoryError):
             intact = False
         if not intact:
-            raise Damaged(f"{self.where}: {MATRIX} is missing or is damaged; sum anew with overwrite=True")
+            raise Damaged(f"{self.where}: {MATRIX} is missing or damaged; compute it again with overwrite=True")
         return total
 
 

@@ -224,7 +224,7 @@ class JacobianOperator(LinearOperator, ParameterColumns):
     # --------------------------------------------------------------------------------------- other operators
 
     def gram(self, kernel: Kernel | str | Path | None = None) -> GramOperator:
-        """J Jᵀ `(R, R)`: two passes a product, or none with the stored kernel of the same store, or its path."""
+        """J Jᵀ `(R, R)`: two passes per product, or none with the stored kernel of the same store, or its path."""
         return GramOperator(self, kernel)
 
     def ggn(self, weights: Any = None, alpha: float = 0.0) -> GGNOperator:

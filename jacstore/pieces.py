@@ -25,7 +25,6 @@ from jacstore.files import PAGE
 CODECS = ("none", "lz4", "zstd")
 BLOSC_LEVELS = {"lz4": 5, "zstd": 1}
 CHECKSUM_BYTES = 4
-BLOSC_LIMIT = 2_147_483_631
 # bfloat16 is stored as uint16; this is its NaN. No index is -1.
 FILL = {"uint16": 0x7FC0, "int32": -1}
 _ABSENT = 2**64 - 1

@@ -1,4 +1,4 @@
-"""In: what a kernel is made of. Out: how it is assembled, as values: sides, groups of tiles, items, steps, the plan.
+"""The plan of a kernel, as values: its sides, groups of tiles, items, steps.
 
 Tiles are rectangles of the kernel, groups are tiles whose accumulators fit in memory together, slabs are columns of J.
 """

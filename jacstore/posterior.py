@@ -100,7 +100,7 @@ def sample(
     keep
         Whether methods perturb and eigh keep the factorization in the kernel's folder, for the next call.
     overwrite
-        Delete what is at `out` and start anew.
+        Delete what is at `out` and start over.
     listener
         Called with progress events of method ggn.
     stop

@@ -1,4 +1,4 @@
-"""In: two kernels on disk and a file of labels. Out: a file of predictions and what leaving examples out says of them.
+"""Predict from two kernels on disk and a file of labels, with the leave-one-out error of the fit.
 
 What `jacstore predict` does.
 """
@@ -81,7 +81,7 @@ def parse_alphas(given: str) -> list[float]:
     try:
         return [float(word) for word in given.split(",")]
     except ValueError:
-        raise Refused(f"--alpha {given}: allowed are numbers above 0, commas between them (alpha=)") from None
+        raise Refused(f"--alpha {given}: allowed are numbers above 0, separated by commas (alpha=)") from None
 
 
 def class_targets(labels: np.ndarray, classes: int) -> np.ndarray:
@@ -103,9 +103,9 @@ def _load(path: str) -> np.ndarray:
     try:
         found = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise Refused(f"--labels {path}: not a readable .npy file ({error}); save it by numpy.save") from error
+        raise Refused(f"--labels {path}: not a readable .npy file ({error}); save it with numpy.save") from error
     if not isinstance(found, np.ndarray) or found.dtype.kind not in "iufb":
-        raise Refused(f"--labels {path}: allowed is one array of numbers, saved by numpy.save")
+        raise Refused(f"--labels {path}: allowed is one array of numbers, saved with numpy.save")
     return found
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jacstore.errors import ProbeFailed
+from jacstore.errors import JacstoreError, ProbeFailed
 from jacstore.identity import same_program
 from jacstore.outputs import Flat, calling, first_of_batch, flatten_outputs
 from jacstore.parameters import Parameters
@@ -137,7 +137,8 @@ def _or_forgotten(call: Callable[[], Any]) -> Any:
 
 
 def _mixes_types(error: Exception) -> bool:
-    return "requires arguments to have the same dtypes" in str(error) or "jaxpr with verifier errors" in str(error)
+    said = "" if isinstance(error, JacstoreError) else str(error)
+    return "requires arguments to have the same dtypes" in said or "jaxpr with verifier errors" in said
 
 
 def _traced_and_lowered(flat: Flat, arguments: tuple[Any, ...]) -> tuple[Any, Any]:

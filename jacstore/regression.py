@@ -130,7 +130,9 @@ class KernelRidge:
         if not hasattr(self, "dual_coef_"):
             raise Refused("predict before fit; call fit(kernel, y) first")
         if self._offset and f0 is None:
-            raise Refused("it was fitted with f0; give f0 at these examples too, or f0=0 for what is added to it")
+            raise Refused(
+                "the model was fitted with f0; give f0 at these examples too, or f0=0 to predict the difference from it"
+            )
         gram = cross_gram(kernel, self.gram_)
         flat, columns = as_columns(self.dual_coef_, self.gram_.shape[0], self.gram_.n_outputs, "dual_coef_")
         found = columns.restore(gram.matmat(flat))

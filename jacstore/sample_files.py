@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from crc32c import crc32c
 
-from jacstore.errors import Damaged, Interrupted, Refused
+from jacstore.errors import Damaged, Interrupted, JacstoreError, Refused
 from jacstore.files import Buffer, Folder
 from jacstore.ledger import Checksum, Ledger, Lock, compare_requested
 from jacstore.pieces import raw
@@ -57,7 +57,7 @@ class SampleFile:
             self.ledger.record(CHOICE, 0, {name: value})
         found = self.ledger.read(CHOICE, 0).get(name)
         if found not in allowed:
-            raise Damaged(f"{self.path}: the choice of {name} is damaged; draw anew with --overwrite (overwrite=True)")
+            raise Damaged(f"{self.path}: the choice of {name} is damaged; draw again with --overwrite (overwrite=True)")
         return str(found)
 
     def folder(self, name: str) -> Path | None:
@@ -89,7 +89,7 @@ class SampleFile:
         try:
             return self._checked(self.place, self.path.name, DONE)
         except Damaged as error:
-            raise Damaged(f"{self.path}: {error}; draw anew with --overwrite (overwrite=True)") from None
+            raise Damaged(f"{self.path}: {error}; draw again with --overwrite (overwrite=True)") from None
 
     def _checked(self, folder: Folder, name: str, kind: str) -> np.ndarray:
         """An array that was written, if it is what its record says."""
@@ -174,6 +174,8 @@ def _checked(folder: Folder, name: str, checksum: int) -> np.ndarray:
     try:
         with folder.open(name) as file:
             found: np.ndarray = np.load(file, allow_pickle=False)
+    except JacstoreError:
+        raise
     except (OSError, ValueError, EOFError, MemoryError) as error:
         raise Damaged(f"{name} cannot be read ({type(error).__name__})") from None
     if crc32c(raw(np.ascontiguousarray(found))) != checksum:

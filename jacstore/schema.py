@@ -1,6 +1,6 @@
-"""In: JSON of whatever origin. Out: values of the types that are declared for them, or `Damaged` naming the field.
+"""Parse JSON that nobody vouches for into values of declared types, or raise `Damaged` naming the field.
 
-What a store says of itself may be torn, edited or made up. Text becomes JSON here, and JSON becomes dataclasses here:
+The metadata of a store may be torn, edited or made up. Text becomes JSON here, and JSON becomes dataclasses here:
 behind this door a number is finite, a count is not negative, and a text can be printed.
 """
 

@@ -24,7 +24,7 @@ def plan_steps(
     by_name = {operand.name: operand for operand in operands}
     steps = []
     for members, names in sharing(leaves):
-        costs = {n: _costs(leaves[n], by_name, n_outputs, n_examples, mode) for n in members}
+        costs = {n: _costs(leaves[n], by_name, n_outputs, mode) for n in members}
         costs |= {n: (flops, *costs[n][1:]) for n, flops in _joined_costs(leaves, members, by_name).items()}
         expanded = tuple(n for n in members if expanding_pays(costs[n], n_examples))
         rows_flops = {n: costs[n][1] for n in expanded}
@@ -124,9 +124,7 @@ def _simple(leaf: Leaf, operands: dict[str, Operand]) -> bool:
     return len(leaf.terms) == 1 and leaf.terms[0].kind == "dot" and _cotangents(leaf, operands)[:2] == (1, 1)
 
 
-def _costs(
-    leaf: Leaf, operands: dict[str, Operand], n_outputs: int, n_examples: int, mode: str
-) -> tuple[int, int, int]:
+def _costs(leaf: Leaf, operands: dict[str, Operand], n_outputs: int, mode: str) -> tuple[int, int, int]:
     """Multiplications and additions: implicit for a pair of examples, expanded for a pair, expanding for an example."""
     outputs = n_outputs * n_outputs if mode in ("full", "blocks") else n_outputs
     implicit = example = 0

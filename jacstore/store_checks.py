@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jacstore.bounds import norm_bound
-from jacstore.errors import Damaged
+from jacstore.errors import Damaged, Refused
 from jacstore.norms import allowance, largest_difference, stored_norms
 from jacstore.report import Check, Tally
 from jacstore.store import JacobianStore
@@ -48,6 +48,8 @@ class StoreChecks:
                 continue
             try:
                 self._facts(unit)
+            except Refused:
+                raise
             except (Damaged, KeyError, TypeError, ValueError, IndexError) as error:
                 what = str(error) if isinstance(error, Damaged) else f"its record lacks or garbles {error}"
                 self._wrong(tally, unit, what)

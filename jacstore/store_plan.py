@@ -16,7 +16,7 @@ UNIT_BYTES = 1_000_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class StorePlan:
-    """How `(N, K, P_dense)` rows are cut: `unit_size` examples a unit, `piece_columns` a piece, pieces a file.
+    """How `(N, K, P_dense)` rows are cut: `unit_size` examples per unit, `piece_columns` per piece, pieces per file.
 
     `factor_bytes` of factors come with each example; `n_columns` is 0 where there are factors alone.
     """

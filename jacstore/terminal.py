@@ -1,4 +1,4 @@
-"""In: a command's work. Out: its report on stdout, progress and one line for an error on stderr, an exit code.
+"""Run a command: report on stdout, progress and one line per error on stderr, an exit code.
 
 Exit codes: 0 done; 2 the user must change something; 3 data failed a check; 130 interrupted.
 """
@@ -20,7 +20,7 @@ from typing import Any
 import click
 
 from jacstore import leaving
-from jacstore.errors import Damaged, JacstoreError, one_line, printable
+from jacstore.errors import Damaged, JacstoreError, Refused, one_line, printable
 from jacstore.progress import BatchDone, Event, ItemDone, Noted, SlabDone, Started, UnitDone, Waiting
 
 SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1")
@@ -110,6 +110,19 @@ class Lines:
             self._bar.stop()
 
 
+class Words(click.Choice):
+    """The words that a flag allows; another one is refused as the same keyword is in Python."""
+
+    def __init__(self, *words: str) -> None:
+        super().__init__(words)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value in self.choices:
+            return value
+        flag, keyword = (param.opts[0], f" ({param.name}=)") if param is not None else ("value", "")
+        raise Refused(f"{flag} {value}: allowed are {', '.join(self.choices)}{keyword}")
+
+
 class OneLineErrors(click.Group):
     """A group whose usage errors are one line, like all others."""
 
@@ -121,12 +134,15 @@ class OneLineErrors(click.Group):
             sys.exit(2)
         except click.Abort:
             sys.exit(130)
+        except JacstoreError as error:
+            click.echo(f"jacstore: {error}", err=True)
+            sys.exit(error.exit_code)
         sys.exit(returned if isinstance(returned, int) else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
-    """What every command is asked for."""
+    """The options that every command has."""
 
     as_json: bool
     debug: bool
@@ -134,7 +150,7 @@ class Shared:
 
 
 def common(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the options that all have; it gets them as its first argument."""
+    """Add the options that all commands share; the command gets them as its first argument."""
 
     @functools.wraps(command)
     def called(*, as_json: bool, debug: bool, quiet: bool, **options: Any) -> Any:
@@ -156,7 +172,7 @@ def run(
     judge: Callable[[dict[str, Any]], str] = lambda report: "",
     at_once: str | None = None,
 ) -> None:
-    """Do the work, print its report; turn errors, and what `judge` says of it, into one line and an exit code.
+    """Do the work and print its report; turn errors, and what `judge` says about it, into one line and an exit code.
 
     With `at_once` a signal does not wait for the work; the words say what the same command does then.
     """
@@ -187,7 +203,8 @@ def run(
             _fail(error, 130, shared.debug, stop)
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
         problem = RuntimeError(
-            f"{type(error).__name__}: {error}{notes}; this is a fault in jacstore or its surroundings"
+            f"{type(error).__name__}: {error}{notes}; internal error; please report it, "
+            "with the traceback that --debug prints"
         )
         _fail(problem.with_traceback(error.__traceback__), 2, shared.debug, stop)
 
@@ -223,7 +240,7 @@ def _interruptible(
 
 @dataclass
 class _Outcome:
-    """Of work in another thread."""
+    """What work in another thread returned or raised."""
 
     report: dict[str, Any] = field(default_factory=dict)
     error: BaseException | None = None
@@ -238,7 +255,7 @@ def _ended(done: threading.Event) -> bool:
 
 
 def _leave(lines: Lines, stop: Stop, again: str) -> None:
-    """End the process in the middle of its work, which needs no more than a kill to be safe."""
+    """End the process in the middle of its work, which is as safe as being killed."""
     lines.close()
     leaving.give_all_up()
     click.echo(f"jacstore: {stop.received}: interrupted, nothing is lost; {again}: {_command_line()}", err=True)
@@ -262,7 +279,7 @@ def _fail(error: BaseException, code: int, debug: bool, stop: Stop) -> None:
 def _command_line() -> str:
     import shlex
 
-    # --overwrite would start anew what is to be continued.
+    # --overwrite would start over what is to be continued.
     return "jacstore " + shlex.join(word for word in sys.argv[1:] if word != "--overwrite")
 
 
@@ -278,7 +295,7 @@ def _plain(value: Any) -> Any:
 
 
 def with_warnings(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Do it; what it warns of is a line each on stderr."""
+    """Do the work; print each of its warnings as one line on stderr."""
     import warnings
 
     with warnings.catch_warnings(record=True) as caught:

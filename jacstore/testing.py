@@ -1,4 +1,4 @@
-"""In: nothing, or what is to be judged. Out: tiny problems, dense float64 truth, listeners that count or fail, errors.
+"""In: nothing, or what is to be judged. Out: tiny problems, dense float64 truth, listeners that count or stop, errors.
 
 For the tests of jacstore and of what is built on it; the package itself imports nothing from here. The truth shares no
 line with the package's own device pass: one `jax.jacrev` an example, in float64, and NumPy from there on.
@@ -175,7 +175,7 @@ def kernel_error(
     `G_ii` are squared norms of `rows` `(N, K, P)` (and of `other`); without them they are the diagonal of `truth`,
     which then has to be a symmetric kernel of mode full or trace.
     """
-    left, right = _scales(truth, mode) if rows is None else (_norms(rows, mode), _norms(rows, mode))
+    left, right = _scales(truth) if rows is None else (_norms(rows, mode), _norms(rows, mode))
     if other is not None:
         right = _norms(other, mode)
     scale = left[..., :, None] * right[..., None, :]
@@ -183,7 +183,7 @@ def kernel_error(
     return float(np.max(np.where(difference == 0, 0.0, difference / np.where(scale == 0, np.finfo(float).tiny, scale))))
 
 
-def _scales(truth: np.ndarray, mode: str) -> tuple[np.ndarray, np.ndarray]:
+def _scales(truth: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     diagonal = np.sqrt(np.diagonal(truth, axis1=-2, axis2=-1))
     return diagonal, diagonal
 
@@ -229,19 +229,6 @@ class Stopping(Counting):
     def stop(self) -> bool:
         """Whether enough has been seen."""
         return len(self.of(self.kind)) >= self.after
-
-
-class Failing(Counting):
-    """A listener that raises `error` at the n-th event of one kind: an interruption at a known place."""
-
-    def __init__(self, kind: type, at: int = 1, error: type[BaseException] = KeyboardInterrupt) -> None:
-        super().__init__()
-        self.kind, self.at, self.error = kind, at, error
-
-    def __call__(self, event: Event) -> None:
-        super().__call__(event)
-        if isinstance(event, self.kind) and len(self.of(self.kind)) == self.at:
-            raise self.error("asked for by the test")
 
 
 @contextlib.contextmanager

@@ -197,7 +197,7 @@ def _known_wrong(out: str | Path | None, budget: int) -> set[str]:
 
 
 def _otherwise(found: Differs, passes: TorchPass, writer: StoreWriter, part: tuple[int, int]) -> dict[str, Any]:
-    """How to start anew after terms were found wrong, as long as nothing is stored with them."""
+    """How to start over after terms were found wrong, as long as nothing is stored with them."""
     generic = found.names & set(passes.cut.generic)
     if generic and not passes.mapped:
         passes.refuse_generic(generic, found.example)
@@ -279,5 +279,5 @@ def _refuse_other_results(writer: StoreWriter, passes: TorchPass, source: Arrays
         if not close(passes.outputs(source.read(start, start + 1)).to(kept), kept, passes.network.lowest):
             raise Mismatch(
                 f"{store.path} was built from another request (function: outputs of example {start} changed); give the "
-                "same module, choose another folder (out=), or start anew with overwrite=True"
+                "same module, choose another folder (out=), or start over with overwrite=True"
             )

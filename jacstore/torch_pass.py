@@ -47,7 +47,7 @@ class TorchPass:
     mapped
         Whether examples are mapped over by `torch.func.vmap`.
     batch_size, output_batch
-        Examples a batch, outputs a slice.
+        Examples per batch, outputs per slice.
     bytes_needed
         What a batch is expected to take, from what autograd keeps of one example.
     seconds

@@ -131,7 +131,7 @@ def refuse_other_inputs(writer: StoreWriter, read: Callable[[int, int], Any]) ->
         if hash_inputs(read, start, stop, REHASHED_AT_ONCE) != store.record(unit).get("inputs"):
             raise Mismatch(
                 f"{store.path} was built from another request (inputs: examples {start} to {stop - 1} changed); "
-                "give the same inputs, choose another --out (out=), or start anew with --overwrite (overwrite=True)"
+                "give the same inputs, choose another --out (out=), or start over with --overwrite (overwrite=True)"
             )
     return sorted(chosen)
 

@@ -157,7 +157,7 @@ def _stores_of(kernel: Kernel, given: Stores | None) -> tuple[list[JacobianStore
         one = isinstance(given, JacobianStore | str | Path)
         places = [given] if one else list(given)  # type: ignore[arg-type, list-item]
     if len(places) != len(wanted):
-        raise Refused(f"--store: {len(places)} given, {kernel.path} is of {len(wanted)} (store=)")
+        raise Refused(f"--store: {len(places)} given, {kernel.path} was made from {len(wanted)} (store=)")
     stores = []
     for place, identity in zip(places, wanted, strict=True):
         try:

@@ -69,7 +69,7 @@ def weighted(kernel: Any, outputs: Any, likelihood: str = "softmax", sides: str 
     examples, k, _ = roots.shape
     gram = Gram(kernel, None if getattr(kernel, "mode", None) else k)
     if gram.mode != "full" or gram.n_outputs != k:
-        raise Refused(f"{gram.where} has mode {gram.mode} and {gram.n_outputs} outputs; needed are full and {k}")
+        raise Refused(f"{gram.where} has mode {gram.mode} and {gram.n_outputs} outputs; needed: full, {k}")
     axes = {"both": (0, 1), "columns": (1,), "rows": (0,)}[sides]
     if any(gram.shape[axis] != examples * k for axis in axes):
         raise Refused(

@@ -1,4 +1,4 @@
-"""In: reports, as from Python. Out: what a person reads of them in a terminal."""
+"""Format reports as the text that the command line prints."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def _leaf_lines(table: list[dict[str, Any]]) -> list[str]:
     """For each leaf its terms, why these, and what is stored for an example instead of its rows."""
     width = max(len(leaf["path"]) for leaf in table)
     return [
-        "leaves: terms, numbers an example against those of rows",
+        "leaves: terms, numbers stored per example, of those that rows would take",
         *(
             f"  {leaf['path']:{width}}  {'x'.join(map(str, leaf['shape'])):>16}  {'+'.join(leaf['terms']):10} "
             f"{leaf['numbers']:>12,} of {leaf['numbers_dense']:>12,}  {leaf['why']}"
@@ -167,9 +167,7 @@ def damaged_records(r: dict[str, Any]) -> str:
         return ""
     what, path, command = ("unit", r["store"], "build") if of_store else ("group of tiles", r["kernel"], "gram")
     numbers = ", ".join(map(str, damaged[:5])) + (" and others" if len(damaged) > 5 else "")
-    return (
-        f"{path}: damaged is the record of {what} {numbers}; run the same {command} again to recompute what it is about"
-    )
+    return f"{path}: the record of {what} {numbers} is damaged; run the same {command} again to recompute it"
 
 
 def info(r: dict[str, Any]) -> str:

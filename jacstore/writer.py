@@ -610,13 +610,13 @@ def require_same(
     if [leaf.terms for leaf in store.leaves] != [leaf.terms for leaf in leaves]:
         raise Mismatch(
             f"{store.path}: its leaves are stored by other terms than these versions of jacstore and JAX find (it was "
-            f"begun with JAX {store.versions.get('jax')}); use the first versions, or start anew with --overwrite "
+            f"begun with JAX {store.versions.get('jax')}); use the first versions, or start over with --overwrite "
             "(overwrite=True)"
         )
     if unit_size is not None and min(unit_size, store.n_examples) != store.unit_size:
         raise Mismatch(
             f"{store.path}: unit_size: {store.unit_size} -> {min(unit_size, store.n_examples)}; repeat the first "
-            "--unit-size (unit_size=) or start anew with --overwrite (overwrite=True)"
+            "--unit-size (unit_size=) or start over with --overwrite (overwrite=True)"
         )
 
 

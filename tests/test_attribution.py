@@ -182,7 +182,7 @@ def test_what_does_not_belong_together_is_refused(checkpoints, tmp_path):
     assert "column_residuals has shape (9, 3)" in refused(jacstore.gradient_dot, cross, s, s)
     assert "every checkpoint" in refused(jacstore.gradient_dot, [kernel, kernel], [r])
     assert "every checkpoint" in refused(jacstore.gradient_dot, [kernel], [r], weights=[1.0, 2.0])
-    assert "needed are the same" in refused(jacstore.gradient_dot, [kernel, cross], [r, s], [r, r])
+    assert "all need the same" in refused(jacstore.gradient_dot, [kernel, cross], [r, s], [r, r])
     trace = jacstore.gram(f"{kernel.path}/{kernel.stores[0]}", out=tmp_path / "t.ntk", mode="trace")
     assert "mode trace" in refused(jacstore.gradient_dot, trace, r)
     grid = KernelFactor(kernel, [1.0, 2.0], "eigh")

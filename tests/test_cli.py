@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import numpy as np
 import pytest
 import zarr
@@ -28,6 +30,7 @@ from helpers_process import (
 )
 
 import jacstore
+import jacstore.cli
 import jacstore.terminal
 import jacstore.wording
 from jacstore import StoreWriter, build
@@ -219,7 +222,7 @@ def test_info_goes_on_where_a_record_is_damaged(tmp_path):
     (tmp_path / "run.jac" / "ledger" / "unit-0000001.json").write_text("{")
     result = invoke("info", tmp_path / "run.jac")
     assert result.exit_code == 3 and "incomplete: 1 of 2 units" in result.stdout
-    assert "damaged is the record of unit 1; run the same build again" in result.stderr
+    assert "the record of unit 1 is damaged; run the same build again" in result.stderr
 
 
 def test_the_line_that_completes_a_kernel_can_be_run_as_it_is(finished, tmp_path, monkeypatch):
@@ -386,7 +389,7 @@ def test_a_signal_ends_work_that_does_not_end_and_the_same_command_does_it_then(
         os.kill(command.process.pid, getattr(signal, name))
         # What holds it up is never let go.
         status, stdout, stderr = command.finish()
-    doing = "to continue" if words[0] == "sample" else "to start anew"
+    doing = "to continue" if words[0] == "sample" else "to start over"
     assert (status, stdout) == (130, ""), stderr
     assert stderr == f"jacstore: {name}: interrupted, nothing is lost; {doing}: jacstore {' '.join(words)}\n"
     left = contents(tmp_path)
@@ -459,7 +462,7 @@ def test_a_plan_looks_at_what_it_would_continue(target, finished, tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "mine.txt").write_text("")
     for command in (("build", target), ("gram", finished)):
-        assert "not jacstore's" in failed(*command, "--out", tmp_path / "notes", "--dry-run")
+        assert "not written by jacstore" in failed(*command, "--out", tmp_path / "notes", "--dry-run")
 
 
 def test_blocks_are_printed_with_all_their_axes(finished, tmp_path):
@@ -575,11 +578,53 @@ def test_an_error_leaves_stdout_empty_whatever_the_flags(words, finished, tmp_pa
     assert "--mode half" in failed("gram", finished, "--out", tmp_path / "run.ntk", "--mode", "half", *words)
 
 
+WORDS = {
+    ("build", "--dtype"): ("attributes", "DTYPES"),
+    ("build", "--layout"): ("builder", "LAYOUTS"),
+    ("build", "--codec"): ("pieces", "CODECS"),
+    ("gram", "--mode"): ("plan", "MODES"),
+    ("gram", "--dtype"): ("assembly", "KERNEL_DTYPES"),
+    ("gram", "--precision"): ("engine", "PRECISIONS"),
+    ("gram", "--engine"): ("assembly", "ENGINES"),
+    ("sample", "--likelihood"): ("likelihoods", "LIKELIHOODS"),
+    ("sample", "--method"): ("posterior", "METHODS"),
+    ("sample", "--precision"): ("assembly", "KERNEL_DTYPES"),
+}
+
+
+def options_with_words():
+    commands = jacstore.cli.main.commands.items()
+    return {
+        (name, option.opts[0]): option.type.choices
+        for name, command in commands
+        for option in command.params
+        if isinstance(option.type, click.Choice)
+    }
+
+
+def test_the_words_of_a_flag_are_those_that_its_keyword_allows():
+    allowed = {at: getattr(importlib.import_module(f"jacstore.{module}"), name) for at, (module, name) in WORDS.items()}
+    allowed["build", "--codec"] = ("auto", *allowed["build", "--codec"])
+    assert {at: tuple(words) for at, words in options_with_words().items()} == allowed
+
+
+@pytest.mark.parametrize(("command", "flag"), WORDS)
+def test_help_shows_the_words_of_a_flag_and_another_word_is_one_line_with_all_of_them(command, flag):
+    words = options_with_words()[command, flag]
+    needed = {"build": ["t", "--out", "o"], "gram": ["s", "--out", "o"]}
+    needed["sample"] = ["s", "--alpha", "1", "--n", "1", "--key", "1", "--out", "o"]
+    assert f"[{'|'.join(words)}]" in "".join(done(command, "--help").split())
+    for given in ("half", words[0].upper(), ""):
+        result = invoke(command, *needed[command], flag, given)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr == f"jacstore: {flag} {given}: allowed are {', '.join(words)} ({flag.lstrip('-')}=)\n"
+
+
 def test_debug_shows_the_traceback_and_the_line(finished, tmp_path):
-    result = invoke("gram", finished, "--out", tmp_path / "run.ntk", "--mode", "half", "--debug")
+    result = invoke("gram", finished, "--out", tmp_path / "run.ntk", "--scheduler", "half", "--debug")
     assert result.exit_code == 2 and result.stdout == ""
     assert result.stderr.startswith("Traceback (most recent call last):") and "assembly.py" in result.stderr
-    assert result.stderr.splitlines()[-1].startswith("jacstore: --mode half")
+    assert result.stderr.splitlines()[-1].startswith("jacstore: --scheduler half")
 
 
 def test_an_unexpected_error_is_one_line_with_its_type(finished, tmp_path, monkeypatch):
@@ -588,7 +633,8 @@ def test_an_unexpected_error_is_one_line_with_its_type(finished, tmp_path, monke
 
     monkeypatch.setattr("jacstore.item.ItemRun._add", broken)
     line = failed("gram", finished, "--out", tmp_path / "run.ntk")
-    assert "ZeroDivisionError: by zero and more" in line and "in item 0" in line and "fault in jacstore" in line
+    assert "ZeroDivisionError: by zero and more" in line and "in item 0" in line
+    assert "internal error; please report it, with the traceback that --debug prints" in line
     result = invoke("gram", finished, "--out", tmp_path / "run.ntk", "--debug")
     assert "in broken" in result.stderr and result.exit_code == 2
 
@@ -611,7 +657,7 @@ def test_what_is_not_ours_is_not_opened(tmp_path):
     for name, named in (("missing", "no zarr.json"), ("file", "no zarr.json"), ("empty", "no zarr.json")):
         assert named in failed("info", tmp_path / name)
     for name in ("group", "array"):
-        assert "not a store or kernel of jacstore" in failed("info", tmp_path / name)
+        assert "not a jacstore store or kernel" in failed("info", tmp_path / name)
         assert str(tmp_path / name) in failed("gram", tmp_path / name, "--out", tmp_path / "run.ntk")
     assert "check the path" in failed("info", "memory://")
 
@@ -623,10 +669,10 @@ def test_what_is_not_ours_is_never_written_to(words, target, finished, tmp_path)
     (tmp_path / "file").write_text("more of it")
     zarr.create_group(tmp_path / "group", attributes={"kind": "model"})
     before = contents(tmp_path)
-    for name, named in (("data", "'thesis.tex', which is not jacstore's"), ("file", "is a file")):
+    for name, named in (("data", "'thesis.tex', not written by jacstore"), ("file", "is a file")):
         assert named in failed("build", target, "--out", tmp_path / name, *words)
         assert named in failed("gram", finished, "--out", tmp_path / name, *words)
-    assert "not a store or kernel" in failed("build", target, "--out", tmp_path / "group", *words)
+    assert "not a jacstore store or kernel" in failed("build", target, "--out", tmp_path / "group", *words)
     assert {name: data for name, data in contents(tmp_path).items() if "ledger" not in name} == before
 
 

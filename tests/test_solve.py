@@ -388,7 +388,7 @@ def test_what_is_no_symmetric_kernel_is_refused(kernels):
     assert "not a multiple of 5 outputs" in refused(KernelFactor, case.gram, 1.0, outputs=5)
     assert "a real matrix" in refused(KernelFactor, np.ones(3), 1.0)
     assert "a real matrix" in refused(KernelFactor, case.gram * 1j, 1.0)
-    assert "has 2 row(s) an example" in refused(KernelFactor, kernels / "full.ntk", 1.0, outputs=3)
+    assert "has 2 row(s) per example" in refused(KernelFactor, kernels / "full.ntk", 1.0, outputs=3)
     (kernels / "full.ntk/ledger/tiles-0000000.json").unlink()
     assert "missing" in refused(KernelFactor, kernels / "full.ntk", 1.0, error=Incomplete)
 
