@@ -23,7 +23,7 @@ from jacstore.bounds import entry_error
 from jacstore.checkpoints import CHECKPOINT_SHARE, CHECKPOINT_SPEED
 from jacstore.cluster import cluster_at, connect, on_cluster, on_threads
 from jacstore.engine import PRECISIONS
-from jacstore.errors import Damaged, Locked, Refused
+from jacstore.errors import DamagedDataError, InvalidRequestError, LockedError
 from jacstore.files import Files, Folder
 from jacstore.finish import finish_group
 from jacstore.kept_arrays import FACTORS
@@ -148,7 +148,7 @@ def plan_for(
 
     Raises
     ------
-    Refused
+    InvalidRequestError
         As `gram` would, where a kernel of another request or a folder of others is at `out`.
     """
     return _Job(store, other, out, **options).describe(overwrite)
@@ -196,17 +196,19 @@ class _Job:
             ("engine", engine, ENGINES),
         ):
             if given not in allowed:
-                raise Refused(f"--{name} {given}: allowed are {', '.join(allowed)} ({name}=)")
+                raise InvalidRequestError(f"--{name} {given}: allowed are {', '.join(allowed)} ({name}=)")
         tile, workers = hierarchy.parse_count(tile, "--tile"), hierarchy.parse_count(workers, "--workers")
         if scheduler not in ("threads", "processes") and "://" not in scheduler:
-            raise Refused(f"--scheduler {scheduler}: allowed are threads, processes or an address (scheduler=)")
+            raise InvalidRequestError(
+                f"--scheduler {scheduler}: allowed are threads, processes or an address (scheduler=)"
+            )
         if scheduler == "threads" and (workers or 1) > 1:
-            raise Refused(
+            raise InvalidRequestError(
                 "--workers: threads run one item at a time on all cores; use --scheduler processes (scheduler=)"
             )
         in_ram = [s.path for s in (self.rows, self.cols) if s is not None and not isinstance(s.files, Folder)]
         if in_ram and scheduler != "threads":
-            raise Refused(
+            raise InvalidRequestError(
                 f"--scheduler {scheduler}: a store in RAM cannot go to other processes; use --scheduler threads "
                 "(scheduler=) or build the store on disk (--out, out=)"
             )
@@ -219,13 +221,17 @@ class _Job:
                 # A store with itself is symmetric: half the work.
                 self.cols = None
         if exact_diagonal and self.cols is not None:
-            raise Refused(
+            raise InvalidRequestError(
                 "--exact-diagonal: a kernel between two stores has no diagonal; leave it out (exact_diagonal=)"
             )
         if triangle and self.cols is not None:
-            raise Refused("--triangle: a kernel between two stores has no mirrored half; leave it out (triangle=)")
+            raise InvalidRequestError(
+                "--triangle: a kernel between two stores has no mirrored half; leave it out (triangle=)"
+            )
         if triangle and mode == "blocks":
-            raise Refused("--triangle: mode blocks holds nothing off the diagonal; leave it out (triangle=)")
+            raise InvalidRequestError(
+                "--triangle: mode blocks holds nothing off the diagonal; leave it out (triangle=)"
+            )
         self.precision = precision or default_precision(self.rows, self.cols)
         self.engine_name = self._choose_engine(engine)
         self.scheduler, self.workers, self.tile, self.by_leaf = scheduler, workers, tile, by_leaf
@@ -248,7 +254,7 @@ class _Job:
         if asked == "auto":
             return "xla" if self.precision == "fast" or _accelerator_is_likely() else "blas"
         if asked == "blas" and self.precision == "fast":
-            raise Refused(
+            raise InvalidRequestError(
                 "--precision fast: BLAS has no 16-bit products; use --engine xla (engine=) or float32 (precision=)"
             )
         return asked
@@ -312,14 +318,14 @@ class _Job:
         """The kernel to work on: a new one, or the one that was begun with the same request."""
         files = hierarchy.place(self.out, 2**62 if self.out == "memory://" else self.memory)
         if not isinstance(files, Folder) and self.scheduler != "threads":
-            raise Refused("a kernel in RAM needs --scheduler threads (scheduler=); or give --out (out=)")
+            raise InvalidRequestError("a kernel in RAM needs --scheduler threads (scheduler=); or give --out (out=)")
         with hierarchy.creating(files, self.out, KNOWN, overwrite, listener):
             if files.size(hierarchy.ROOT) is None:
                 self._create(files)
             kernel = self._opened(files)
         allowed = self.memory * self.part[1]
         if kernel.plan.memory_bytes > max(allowed, 1) and not kernel.complete:
-            raise Refused(
+            raise InvalidRequestError(
                 f"--memory {self.memory:,}: {self.out} was begun with a plan that takes "
                 f"{kernel.plan.memory_bytes:,} bytes; give at least that (memory=) or start over with --overwrite"
             )
@@ -342,7 +348,7 @@ class _Job:
             norms = store.norms.sum((1, 2) if self.mode == "trace" else 2)
             largest *= math.sqrt(norms[np.isfinite(norms)].max(initial=0.0))
         if largest > float(np.finfo(np.float32).max):
-            raise Refused(
+            raise InvalidRequestError(
                 f"{self.rows.path}: products of rows are up to {largest:.2g}, and float32 ends at 3.4e+38; give "
                 "--precision float64 and --dtype float64 (precision=, dtype=), or outputs in a larger unit"
             )
@@ -355,7 +361,7 @@ class _Job:
             needed = expected_bytes(plan, leaves, np.dtype(self.dtype).itemsize, self.triangle)
             free = machine.free_disk(files.root)
             if needed > free:
-                raise Refused(
+                raise InvalidRequestError(
                     f"{self.out}: the kernel takes {format_size(needed)}, its disk has {format_size(free)} free; "
                     "choose another disk (--out, out=), --triangle (triangle=True) or --dtype float32 (dtype=)"
                 )
@@ -458,7 +464,7 @@ class _Job:
         kernel, results = work.kernel, []
         for number, tiles in damaged.items():
             group = number // len(kernel.layouts)
-            with contextlib.suppress(Locked), group_lock(kernel, group, listener):
+            with contextlib.suppress(LockedError), group_lock(kernel, group, listener):
                 results.append(repair_tiles(work, number, tiles, listener, stop))
         return results
 
@@ -488,7 +494,7 @@ class _Job:
             items = {item.number for item in kernel.plan.items if item.group == group}
             if group in finished or not items <= done:
                 continue
-            with contextlib.suppress(Locked), group_lock(kernel, group, listener):
+            with contextlib.suppress(LockedError), group_lock(kernel, group, listener):
                 if group not in finished_groups(kernel):
                     results.append(finish_group(work, group))
         return results
@@ -564,16 +570,16 @@ def require_plan_of(kernel: Kernel, rows: JacobianStore, cols: JacobianStore | N
 
     Raises
     ------
-    Damaged
+    DamagedDataError
         Saying what does not agree.
     """
     side = None if cols is None else cols.side
     try:
         check_plan_for(kernel.plan, rows.side, side, rows.n_outputs, rows.leaves, rows.n_columns)
         if kernel.leaves not in ([], [leaf.path for leaf in rows.leaves]):
-            raise Damaged("its leaves must be those of the stores")
-    except Damaged as error:
-        raise Damaged(f"{kernel.path}: its attributes are damaged: {error}") from error
+            raise DamagedDataError("its leaves must be those of the stores")
+    except DamagedDataError as error:
+        raise DamagedDataError(f"{kernel.path}: its attributes are damaged: {error}") from error
 
 
 def _relative(store: str, kernel: str) -> str:

@@ -1,4 +1,4 @@
-"""Parse and check the root attributes of a store or kernel, or raise `Damaged`.
+"""Parse and check the root attributes of a store or kernel, or raise `DamagedDataError`.
 
 A checksum guards attributes against accidents. What is checked here holds for those made up as well: no name leads out
 of the folder, no size is beyond its array, every tile and every column has its place.
@@ -16,7 +16,7 @@ from typing import Any
 from jacstore.blocks import storage_dtype
 from jacstore.bounds import ROUNDOFF
 from jacstore.engine import PRECISIONS
-from jacstore.errors import Damaged
+from jacstore.errors import DamagedDataError
 from jacstore.pieces import CODECS, ArrayLayout
 from jacstore.plan import MAX_FILES, MAX_ITEMS, MODES, GramPlan, Group, Side
 from jacstore.schema import Open
@@ -105,7 +105,7 @@ def check_store(found: StoreAttributes) -> None:
 
     Raises
     ------
-    Damaged
+    DamagedDataError
         Saying what does not agree.
     """
     resolved = found.resolved
@@ -216,7 +216,7 @@ def check_kernel(found: KernelAttributes) -> None:
 
     Raises
     ------
-    Damaged
+    DamagedDataError
         Saying what does not agree.
     """
     request, resolved = found.fingerprint, found.resolved
@@ -311,7 +311,7 @@ def check_plan_for(
 
     Raises
     ------
-    Damaged
+    DamagedDataError
         Saying what does not agree.
     """
     sides = (rows, cols or rows, cols is None)
@@ -327,4 +327,4 @@ def check_plan_for(
 
 def _need(holds: bool, what: str) -> None:
     if not holds:
-        raise Damaged(what)
+        raise DamagedDataError(what)

@@ -24,7 +24,7 @@ from dask.base import compute
 from scipy.special import softmax
 
 from jacstore.dense import Gram, as_columns, cross_gram
-from jacstore.errors import Refused
+from jacstore.errors import InvalidRequestError
 from jacstore.factorization import PANEL
 from jacstore.kernel import Kernel
 from jacstore.solve import KernelFactor
@@ -45,14 +45,18 @@ def loss_gradients(outputs: Any, targets: Any, loss: str = "softmax") -> np.ndar
         softmax: cross-entropy of the softmax of the outputs; squared: `|f - y|² / 2`.
     """
     if loss not in LOSSES:
-        raise Refused(f"loss={loss!r}: allowed are {', '.join(LOSSES)}; for others give dloss/df (N, K) itself")
+        raise InvalidRequestError(
+            f"loss={loss!r}: allowed are {', '.join(LOSSES)}; for others give dloss/df (N, K) itself"
+        )
     f, y = np.asarray(outputs, np.float64), np.asarray(targets)
     if f.ndim != 2:
-        raise Refused(f"outputs have shape {f.shape}; allowed is (N, K)")
+        raise InvalidRequestError(f"outputs have shape {f.shape}; allowed is (N, K)")
     if y.dtype.kind in "iu" and y.shape == f.shape[:1] and np.isin(y, np.arange(f.shape[1])).all():
         y = np.eye(f.shape[1])[y]
     if y.shape != f.shape:
-        raise Refused(f"targets have shape {y.shape}; allowed are labels ({len(f)},) below {f.shape[1]}, or {f.shape}")
+        raise InvalidRequestError(
+            f"targets have shape {y.shape}; allowed are labels ({len(f)},) below {f.shape[1]}, or {f.shape}"
+        )
     return (softmax(f, axis=1) if loss == "softmax" else f) - y
 
 
@@ -80,13 +84,15 @@ def gradient_dot(
         columns = list(column_residuals) if several else [column_residuals]
     factors = [1.0] * len(grams) if weights is None else list(weights)
     if not len(grams) == len(rows) == len(columns) == len(factors) > 0:
-        raise Refused(
+        raise InvalidRequestError(
             f"{len(grams)} kernels, {len(rows)} and {len(columns)} residuals, {len(factors)} weights: allowed is one "
             "of each for every checkpoint"
         )
     parts = [factor * _dots(*one) for factor, *one in zip(factors, grams, rows, columns, strict=True)]
     if len({part.shape for part in parts}) > 1:
-        raise Refused(f"the checkpoints' kernels have {[part.shape for part in parts]} examples; all need the same")
+        raise InvalidRequestError(
+            f"the checkpoints' kernels have {[part.shape for part in parts]} examples; all need the same"
+        )
     return sum(parts[1:], parts[0])
 
 
@@ -95,7 +101,9 @@ def _dots(kernel: Any, rows: Any, columns: Any) -> da.Array:
     gram = Gram(kernel, None if isinstance(kernel, Kernel | str | Path) else k)
     k = gram.n_outputs
     if gram.mode != "full":
-        raise Refused(f"{gram.where} has mode {gram.mode}, which sums over outputs; assemble with --mode full (mode=)")
+        raise InvalidRequestError(
+            f"{gram.where} has mode {gram.mode}, which sums over outputs; assemble with --mode full (mode=)"
+        )
     if columns is None:
         gram.require_symmetric()
         columns = rows
@@ -124,7 +132,7 @@ def _dots(kernel: Any, rows: Any, columns: Any) -> da.Array:
 def _residual_rows(given: Any, rows: int, k: int, name: str) -> np.ndarray:
     flat, columns = as_columns(given, rows, k, name)
     if columns.trailing not in ((), (1,)):
-        raise Refused(f"{name} has shape {np.shape(given)}; allowed is ({rows // k}, {k})")
+        raise InvalidRequestError(f"{name} has shape {np.shape(given)}; allowed is ({rows // k}, {k})")
     return flat[:, 0]
 
 
@@ -155,9 +163,9 @@ def influence(factor: KernelFactor, cross: Any, residuals: Any = None, column_re
         `r_iᵀ (G* C)_ij r_j` `(M, N)`: the inner product of the two loss gradients in the inverse of `alpha I + Jᵀ J`.
     """
     if np.ndim(factor.alpha):
-        raise Refused(f"a factor with {len(factor.alpha)} alphas; choose one: factor.at(alpha)")
+        raise InvalidRequestError(f"a factor with {len(factor.alpha)} alphas; choose one: factor.at(alpha)")
     if (residuals is None) != (column_residuals is None):
-        raise Refused("give both residuals= and column_residuals=, or neither")
+        raise InvalidRequestError("give both residuals= and column_residuals=, or neither")
     gram, k = cross_gram(cross, factor.gram), factor.n_outputs
     sides = None
     if residuals is not None:
@@ -209,7 +217,7 @@ def top_examples(scores: Any, k: int, largest: bool = True) -> Top:
     """
     array = da.asarray(scores)
     if array.ndim != 2 or not isinstance(k, int | np.integer) or isinstance(k, bool) or not 1 <= k <= array.shape[1]:
-        raise Refused(f"k={k} of scores of shape {array.shape}; allowed are scores (M, N) and 1 <= k <= N")
+        raise InvalidRequestError(f"k={k} of scores of shape {array.shape}; allowed are scores (M, N) and 1 <= k <= N")
     signed = k if largest else -k
     indices, values = compute(da.argtopk(array, signed, axis=1), da.topk(array, signed, axis=1))
     return Top(indices=indices, scores=values)

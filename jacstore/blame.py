@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jacstore.errors import JacstoreError, Refused
+from jacstore.errors import InvalidRequestError, JacstoreError
 
 MESSAGE_LENGTH = 300
 
@@ -27,7 +27,7 @@ def naming(what: str, change: str) -> Iterator[None]:
     except JacstoreError:
         raise
     except Exception as error:
-        raise Refused(f"{what} {one_line(error)}; {change}") from error
+        raise InvalidRequestError(f"{what} {one_line(error)}; {change}") from error
 
 
 def one_line(error: BaseException) -> str:

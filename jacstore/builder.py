@@ -27,7 +27,7 @@ from jacstore.blocks import storage_dtype
 from jacstore.bounds import NORM_RUN, compute_dtype
 from jacstore.codec import fastest_codec, measured_disk_speed
 from jacstore.devices import device
-from jacstore.errors import Interrupted, Refused, SelectedState
+from jacstore.errors import InvalidRequestError, RunInterruptedError, SelectedStateWarning
 from jacstore.files import Folder
 from jacstore.jacobian import BatchRows, DevicePass, device_budget
 from jacstore.machine import format_size, parse_size
@@ -102,7 +102,7 @@ def build(
     listener
         Called with progress events.
     stop
-        Asked between batches; when it says true, the build ends with `Interrupted`.
+        Asked between batches; when it says true, the build ends with `RunInterruptedError`.
 
     Returns
     -------
@@ -111,7 +111,7 @@ def build(
 
     Raises
     ------
-    Refused
+    InvalidRequestError
         For anything that the caller must change; nothing finished is lost.
     """
     started = time.perf_counter()
@@ -130,7 +130,7 @@ def build(
     job = _Job(problem, out, options)
     state = state_among(leaf.path for leaf in job.leaves)
     if state:
-        warnings.warn(state, SelectedState, stacklevel=2)
+        warnings.warn(state, SelectedStateWarning, stacklevel=2)
     found = job.existing(overwrite)
     codec, unit_size = (found.resolved["codec"], options.unit_size) if found else job.choose()
     writer = StoreWriter(
@@ -175,7 +175,7 @@ def plan_build(
 
     Raises
     ------
-    Refused
+    InvalidRequestError
         As `build` would, where a store of another request or a folder of others is at `out`.
     """
     return _Job(problem, out, _Options(**options)).describe(overwrite)
@@ -206,7 +206,7 @@ class _Options:
             ("codec", codec, ("auto", *CODECS)),
         ):
             if given not in allowed:
-                raise Refused(f"--{name} {given}: allowed are {', '.join(allowed)} ({name}=)")
+                raise InvalidRequestError(f"--{name} {given}: allowed are {', '.join(allowed)} ({name}=)")
         self.dtype, self.layout, self.codec = dtype, layout, codec
         self.batch_size = hierarchy.parse_count(batch_size, "--batch-size")
         self.output_batch = hierarchy.parse_count(output_batch, "--output-batch")
@@ -390,7 +390,7 @@ class _Job:
             inputs_pool.shutdown(cancel_futures=True)
             units_pool.shutdown()
         if stopped:
-            raise Interrupted(
+            raise RunInterruptedError(
                 f"interrupted; finished work is kept, {len(writer.missing)} of {len(writer.units)} units missing"
             )
         return times
@@ -416,7 +416,7 @@ class _Job:
             )
             if room >= 0 and depth >= units:
                 return units - 1, depth, reads
-        raise Refused(
+        raise InvalidRequestError(
             f"--memory {self.memory:,}: one unit of {store.unit_size} example(s) takes {format_size(unit)}, a device "
             f"pass {format_size(passes.bytes_needed)} and reading its inputs, whole chunks of them, "
             f"{format_size(beside + 2 * batch)}; give more memory (memory=){_smaller(passes.batch_size, store)}, or "
@@ -594,7 +594,7 @@ def _restrict(prepared: Prepared, examples: tuple[int, int] | None) -> tuple[Pre
         return prepared, 0
     first, last = examples
     if not 0 <= first < last <= prepared.n_examples:
-        raise Refused(
+        raise InvalidRequestError(
             f"--examples {first}:{last}: allowed are ranges A:B with 0 <= A < B <= {prepared.n_examples} (examples=)"
         )
     read = prepared.read

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from crc32c import crc32c
 
-from jacstore.errors import Damaged
+from jacstore.errors import DamagedDataError
 from jacstore.files import Files, Folder
 from jacstore.ledger import Ledger
 from jacstore.pieces import raw
@@ -68,7 +68,7 @@ class Checkpoints:
         """The newest valid checkpoint before slab `slabs`: its slab and sums; slab 0 and nothing if there is none."""
         found = []
         for turn in (0, 1):
-            with contextlib.suppress(Damaged):
+            with contextlib.suppress(DamagedDataError):
                 record = typed(CheckpointRecord, self.kernel.ledger.read(f"checkpoint-{turn}", self.item))
                 if record.slab < slabs:
                     found.append((record.slab, turn, record.checksums))
@@ -76,7 +76,7 @@ class Checkpoints:
             totals = [np.empty(shape) for shape in self.shapes]
             views = [raw(total) for total in totals]
             offsets = np.cumsum([0, *(len(view) for view in views[:-1])])
-            with contextlib.suppress(Damaged):
+            with contextlib.suppress(DamagedDataError):
                 name = f"checkpoints/item-{self.item:07d}-{turn}.bin"
                 self.kernel.files.read_into(name, list(zip(map(int, offsets), views, strict=True)))
                 if tuple(crc32c(view) for view in views) == checksums:

@@ -93,13 +93,15 @@ def build(shared: Shared, target: str, out: str, dry_run: bool, **options: Any) 
 def _build_torch(problem: Any, out: str, dry_run: bool, **options: Any) -> dict[str, Any]:
     """Build from a PyTorch module; that build chooses by itself what the options refused here would set."""
     from jacstore import torch
-    from jacstore.errors import Refused
+    from jacstore.errors import InvalidRequestError
 
     given = {name: options.pop(name) for name in ("device_memory", "output_batch", "codec", "examples")}
     given |= {"codec": None if given["codec"] in ("auto", "none") else given["codec"], "dry_run": dry_run or None}
     for name, value in given.items():
         if value is not None:
-            raise Refused(f"--{name.replace('_', '-')}: not allowed where TARGET is a TorchProblem; leave it out")
+            raise InvalidRequestError(
+                f"--{name.replace('_', '-')}: not allowed where TARGET is a TorchProblem; leave it out"
+            )
     return torch.build(problem, out=out, **options).report
 
 

@@ -15,7 +15,7 @@ from dask.base import compute
 from dask.delayed import delayed
 from distributed import Client, KilledWorker, LocalCluster, Nanny
 
-from jacstore.errors import Interrupted, Refused
+from jacstore.errors import InvalidRequestError, RunInterruptedError
 from jacstore.item import run_item
 from jacstore.progress import ItemDone, Listener
 from jacstore.work import Work
@@ -31,7 +31,7 @@ def on_threads(work: Work, todo: list[int], listener: Listener, stop: Callable[[
     def one(number: int) -> dict[str, Any]:
         with running:
             if stop() or abandoned.is_set():
-                raise Interrupted("interrupted before an item")
+                raise RunInterruptedError("interrupted before an item")
             result = run_item(work, number, listener, lambda: stop() or abandoned.is_set())
         listener(ItemDone(item=number))
         return result
@@ -63,7 +63,7 @@ def on_cluster(
     try:
         while len(results) < len(futures):
             if stop():
-                raise Interrupted("interrupted")
+                raise RunInterruptedError("interrupted")
             # Signals are noticed between waits.
             with contextlib.suppress(Empty):
                 results.append(_result(done.get(timeout=0.2)))
@@ -77,7 +77,7 @@ def _result(future: Any) -> dict[str, Any]:
     try:
         found: dict[str, Any] = future.result()
     except KilledWorker as error:
-        raise Refused(
+        raise InvalidRequestError(
             f"an item's worker died again and again ({error.last_worker}), most often for want of memory; give less "
             "--memory (memory=) or fewer --workers (workers=) and run the same command again"
         ) from error
@@ -89,7 +89,9 @@ def connect(address: str) -> Iterator[Any]:
     try:
         client = Client(address, timeout="10s", set_as_default=False)
     except (OSError, ValueError) as error:
-        raise Refused(f"--scheduler {address}: no Dask scheduler answers there ({error}) (scheduler=)") from error
+        raise InvalidRequestError(
+            f"--scheduler {address}: no Dask scheduler answers there ({error}) (scheduler=)"
+        ) from error
     try:
         yield client
     finally:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jacstore.errors import Refused
+from jacstore.errors import InvalidRequestError
 
 
 class ParameterColumns:
@@ -33,7 +33,7 @@ class ParameterColumns:
 
         Raises
         ------
-        Refused
+        InvalidRequestError
             If a leaf is missing or has another shape.
         """
         from jacstore.pytrees import paths_and_leaves
@@ -48,13 +48,13 @@ class ParameterColumns:
 
         Raises
         ------
-        Refused
+        InvalidRequestError
             If there are more or fewer columns than parameters, or `like` has not all of the leaves.
         """
         columns = np.asarray(columns)
         if columns.ndim not in (1, 2) or len(columns) != self.n_parameters:
             p = self.n_parameters
-            raise Refused(f"columns of shape {columns.shape}; allowed are ({p},) and ({p}, m)")
+            raise InvalidRequestError(f"columns of shape {columns.shape}; allowed are ({p},) and ({p}, m)")
         parts = {}
         for path, (shape, at) in self.paths.items():
             held = columns[at]
@@ -73,14 +73,14 @@ def _joined(found: Mapping[str, Any], paths: Mapping[str, tuple[tuple[int, ...],
     out: np.ndarray | None = None
     for path, (shape, at) in paths.items():
         if path not in found:
-            raise Refused(
+            raise InvalidRequestError(
                 f"the tree has no leaf {path!r}; leaves are needed for {', '.join(map(repr, list(paths)[:5]))}"
             )
         values = np.asarray(found[path])
         lead = values.shape[: max(0, values.ndim - len(shape))]
         if len(lead) > 1 or values.shape[len(lead) :] != shape or (out is not None and lead != out.shape[1:]):
             wanted = f"{shape} or (m, {str(shape)[1:]}" if out is None else f"{(*out.shape[1:], *shape)}"
-            raise Refused(f"leaf {path!r} of shape {values.shape}; allowed is {wanted}")
+            raise InvalidRequestError(f"leaf {path!r} of shape {values.shape}; allowed is {wanted}")
         if out is None:
             out = np.empty((width, *lead), np.result_type(values.dtype, np.float32))
         out[at] = values.reshape(*lead, -1).T

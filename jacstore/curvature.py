@@ -21,7 +21,7 @@ from scipy.sparse.linalg import LinearOperator
 from jacstore import machine
 from jacstore.blame import naming
 from jacstore.columns import ParameterColumns
-from jacstore.errors import Refused
+from jacstore.errors import InvalidRequestError
 from jacstore.hierarchy import parse_count
 from jacstore.jacobian import device_budget
 from jacstore.machine import format_size
@@ -161,7 +161,7 @@ class _Programs:
         batch_size: int | None,
     ) -> None:
         if dtype not in ("float32", "float64"):
-            raise Refused(f"dtype {dtype!r}: allowed are float32 and float64 (dtype=)")
+            raise InvalidRequestError(f"dtype {dtype!r}: allowed are float32 and float64 (dtype=)")
         self.float64 = dtype == "float64"
         self.memory = machine.default_memory(memory)
         self.batch_size = parse_count(batch_size, "--batch-size")
@@ -186,7 +186,9 @@ class _Programs:
         found = jax.tree_util.tree_map(np.asarray, targets)
         bad = [leaf.shape for leaf in jax.tree_util.tree_leaves(found) if leaf.shape[:1] != (n,)]
         if bad:
-            raise Refused(f"targets: an array of shape {bad[0]}; the first axis has to be {n}, the examples (targets=)")
+            raise InvalidRequestError(
+                f"targets: an array of shape {bad[0]}; the first axis has to be {n}, the examples (targets=)"
+            )
         with precision_context(self.float64):
             return jax.tree_util.tree_map(lambda leaf: computed(leaf, self.float64), found)
 
@@ -198,7 +200,9 @@ class _Programs:
         with precision_context(self.float64), naming("loss raised", change):
             found = jax.eval_shape(loss, outputs, jax.tree_util.tree_map(lambda leaf: leaf[0], targets))
         if getattr(found, "shape", None) != () or not is_kind(found.dtype, np.floating):
-            raise Refused(f"loss returned {found}; it has to be a floating-point scalar for one example; change loss=")
+            raise InvalidRequestError(
+                f"loss returned {found}; it has to be a floating-point scalar for one example; change loss="
+            )
 
     # ------------------------------------------------------------------------------------------------ products
 
@@ -244,7 +248,7 @@ class _Programs:
         """Refuse columns and a result that leave nothing of the budget for the program."""
         allowed = self.memory - device_budget(None, self.memory)
         if needed > allowed:
-            raise Refused(
+            raise InvalidRequestError(
                 f"--memory {self.memory:,}: {n_columns} column(s) and their product take {format_size(needed)}, "
                 f"{format_size(allowed)} of it may be used for them; give more (memory=) or fewer columns at once"
             )
@@ -343,7 +347,7 @@ class _Programs:
             elif columns > 1:
                 columns //= 2
             else:
-                raise Refused(
+                raise InvalidRequestError(
                     f"a product with {batch} example(s) takes {format_size(needed)}, {format_size(budget)} are given "
                     "for a program; give a smaller batch_size= or more memory= (on a CPU this is a quarter of it)"
                 )

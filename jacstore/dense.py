@@ -16,7 +16,7 @@ import dask.array as da
 import numpy as np
 
 from jacstore.described import DescribedArray
-from jacstore.errors import Refused
+from jacstore.errors import InvalidRequestError
 from jacstore.kernel import Kernel, open_kernel
 from jacstore.machine import default_memory, format_size
 
@@ -61,16 +61,18 @@ class Gram:
             self._describe_array(given, outputs)
         self.shape: tuple[int, int] = (self.array.shape[0], self.array.shape[1])
         if self.shape[0] % self.n_outputs or self.shape[1] % self.n_outputs:
-            raise Refused(f"{self.where}: {self.shape} is not a multiple of {self.n_outputs} outputs; change outputs=")
+            raise InvalidRequestError(
+                f"{self.where}: {self.shape} is not a multiple of {self.n_outputs} outputs; change outputs="
+            )
 
     def _describe_kernel(self, kernel: Kernel, outputs: int | None) -> None:
         if kernel.mode not in ("full", "trace"):
-            raise Refused(
+            raise InvalidRequestError(
                 f"{kernel.path} has mode {kernel.mode}; allowed are full and trace: assemble with --mode full (mode=)"
             )
         self.n_outputs = kernel.plan.n_outputs if kernel.mode == "full" else 1
         if outputs not in (None, self.n_outputs):
-            raise Refused(
+            raise InvalidRequestError(
                 f"outputs={outputs}: {kernel.path} has {self.n_outputs} row(s) per example; leave outputs= out"
             )
         self.array, self.where, self.mode, self.symmetric = (
@@ -85,14 +87,14 @@ class Gram:
     def _describe_array(self, given: Any, outputs: int | None) -> None:
         array = given if isinstance(given, da.Array) else np.asarray(given)
         if array.ndim != 2 or array.dtype.kind not in "fiu" or 0 in array.shape:
-            raise Refused(
+            raise InvalidRequestError(
                 f"a kernel of shape {array.shape} and type {array.dtype}; allowed are a jacstore.Kernel, its path, or "
                 "a real matrix (rows, columns) of NumPy or Dask"
             )
         self.array, self.where, self.mode, self.symmetric = array, "the kernel", "full", False
         self.n_outputs = 1 if outputs is None else outputs
         if not isinstance(self.n_outputs, int | np.integer) or self.n_outputs < 1:
-            raise Refused(f"outputs={outputs}: must be an integer of at least 1")
+            raise InvalidRequestError(f"outputs={outputs}: must be an integer of at least 1")
         self.roundoff = STORED.get(array.dtype.name, STORED["float64"])
         if isinstance(given, DescribedArray):
             self.roundoff, self.exact_diagonal = given.roundoff, given.exact_diagonal
@@ -106,7 +108,7 @@ class Gram:
     def require_symmetric(self) -> None:
         """Refuse a kernel between two stores; whether an array is symmetric shows when it is loaded."""
         if (self.kernel is not None and not self.symmetric) or self.shape[0] != self.shape[1]:
-            raise Refused(
+            raise InvalidRequestError(
                 f"{self.where} is rectangular {self.shape}, between two stores; needed is the kernel of one store"
             )
 
@@ -146,7 +148,7 @@ class Gram:
 
         Raises
         ------
-        Refused
+        InvalidRequestError
             If an entry is not finite, or if it is not symmetric.
         """
         whole = np.empty(self.shape)
@@ -171,7 +173,7 @@ class Gram:
                 # Rows of one example put NaN into a column of all others; its own place on the diagonal names it.
                 own = np.isfinite(np.diagonal(whole))
                 row = start + int(np.argmin(finite)) if own.all() else int(np.argmin(own))
-                raise Refused(
+                raise InvalidRequestError(
                     f"{self.where} holds NaN or infinity in row {row} ({self.name_row(row)}); build without "
                     "--allow-nonfinite, or leave such examples out"
                 )
@@ -182,7 +184,7 @@ class Gram:
                     upper = whole[a : a + SQUARE, b : b + SQUARE]
                     lower = whole[b : b + SQUARE, a : a + SQUARE].T
                     if np.abs(upper - lower).max() > ASYMMETRY * max(largest, np.abs(upper).max()):
-                        raise Refused(
+                        raise InvalidRequestError(
                             f"{self.where} is not symmetric; needed is the kernel of examples with themselves"
                         )
 
@@ -222,19 +224,19 @@ def cross_gram(given: Any, of: Gram) -> Gram:
 
     Raises
     ------
-    Refused
+    InvalidRequestError
         If its columns are not the rows of `of`.
     """
     cross = Gram(given, None if isinstance(given, Kernel | str | Path) else of.n_outputs)
     if cross.n_outputs != of.n_outputs or cross.mode != of.mode or cross.shape[1] != of.shape[0]:
-        raise Refused(
+        raise InvalidRequestError(
             f"{cross.where} is {cross.shape}, mode {cross.mode}, and {of.where} is {of.shape}, mode {of.mode}; needed "
             "are columns that are the rows of the second: gram(other_store, store) in the same mode"
         )
     if cross.kernel is not None and of.kernel is not None:
         asked = cross.kernel.requested
         if (asked["other"] or asked["store"]) != of.kernel.requested["store"]:
-            raise Refused(
+            raise InvalidRequestError(
                 f"{cross.where} was made from another store than {of.where}; its columns must be the rows of that one: "
                 "gram(other_store, store)"
             )
@@ -245,7 +247,7 @@ def require_memory(needed: int, memory: int | str | None, what: str, instead: st
     """Refuse what does not fit, before anything is allocated."""
     allowed = default_memory(memory)
     if needed > allowed:
-        raise Refused(
+        raise InvalidRequestError(
             f"{what} takes {format_size(needed)} of memory, allowed are {format_size(allowed)}; give more "
             f"(--memory, memory=) or {instead}"
         )
@@ -271,22 +273,22 @@ def as_columns(given: Any, rows: int, outputs: int, name: str) -> tuple[np.ndarr
 
     Raises
     ------
-    Refused
+    InvalidRequestError
         If the shape does not belong to these rows, or if a number is not finite.
     """
     if np.iscomplexobj(given):
-        raise Refused(f"{name} is complex; allowed are real numbers")
+        raise InvalidRequestError(f"{name} is complex; allowed are real numbers")
     array = np.asarray(given, np.float64)
     by_example = array.ndim > 1 and array.shape[:2] == (rows // outputs, outputs)
     if array.ndim == 0 or (array.shape[0] != rows and not by_example):
-        raise Refused(
+        raise InvalidRequestError(
             f"{name} has shape {array.shape}; allowed are ({rows}, ...), one for each row of the kernel, or "
             f"({rows // outputs}, {outputs}, ...), by example and output"
         )
     by_example = by_example and array.shape[0] != rows
     flat = array.reshape(rows, -1)
     if not np.isfinite(flat).all():
-        raise Refused(f"{name} holds NaN or infinity in row {int(np.argmin(np.isfinite(flat).all(1)))}")
+        raise InvalidRequestError(f"{name} holds NaN or infinity in row {int(np.argmin(np.isfinite(flat).all(1)))}")
     return flat, Columns(by_example=by_example, outputs=outputs, trailing=array.shape[1 + by_example :])
 
 
@@ -294,5 +296,5 @@ def offset_like(offset: Any, shape: tuple[int, ...], name: str) -> np.ndarray:
     """An offset in float64 that may stand beside an array of this shape: of the same shape, one number, None for 0."""
     taken = np.asarray(0.0 if offset is None else offset, np.float64)
     if taken.ndim and taken.shape != shape:
-        raise Refused(f"{name} has shape {taken.shape}; allowed are {shape} or one number")
+        raise InvalidRequestError(f"{name} has shape {taken.shape}; allowed are {shape} or one number")
     return taken

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jacstore.errors import Refused
+from jacstore.errors import InvalidRequestError
 
 
 def device() -> Any:
@@ -15,7 +15,7 @@ def device() -> Any:
 
     Raises
     ------
-    Refused
+    InvalidRequestError
         If the platform that was asked for is not there.
     """
     try:
@@ -23,7 +23,7 @@ def device() -> Any:
     except (RuntimeError, AssertionError) as error:
         reason = " ".join(str(error).split()) or "its plug-in did not start"
         asked = os.environ.get("JAX_PLATFORMS", "")
-        raise Refused(
+        raise InvalidRequestError(
             f"JAX_PLATFORMS={asked}: no such device here ({reason}); install jaxlib for it "
             '(pip install "jacstore[cuda]") or set JAX_PLATFORMS=cpu'
         ) from error

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jacstore.dense import as_columns, cross_gram, offset_like
-from jacstore.errors import Refused
+from jacstore.errors import InvalidRequestError
 from jacstore.solve import KernelFactor
 
 
@@ -71,7 +71,7 @@ def gradient_flow(
     except (TypeError, ValueError):
         t = np.array([])
     if t.ndim != 1 or not t.size or not np.all((t >= 0) & np.isfinite(t)):
-        raise Refused(f"times={times}: allowed are finite numbers (T,) of at least 0")
+        raise InvalidRequestError(f"times={times}: allowed are finite numbers (T,) of at least 0")
     target = np.asarray(y, np.float64)
     first = offset_like(f0, target.shape, "f0")
     missing, columns = as_columns(target - first, factor.n_rows, factor.n_outputs, "y")
@@ -87,7 +87,7 @@ def gradient_flow(
         test = test + offset_like(f0_cross, test.shape[1:], "f0_cross")
     if y_cross is not None:
         if test is None or np.shape(y_cross) != test.shape[1:]:
-            raise Refused(f"y_cross of shape {np.shape(y_cross)} needs cross= with as many examples")
+            raise InvalidRequestError(f"y_cross of shape {np.shape(y_cross)} needs cross= with as many examples")
         test_error = _mean_square(test - np.asarray(y_cross, np.float64))
     return TrainingCurve(times=t, train=train, test=test, train_error=_mean_square(left), test_error=test_error)
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jacstore import hierarchy, machine
-from jacstore.errors import Damaged, Locked, Refused
+from jacstore.errors import DamagedDataError, InvalidRequestError, LockedError
 from jacstore.files import Folder
 from jacstore.kept_arrays import (
     ARRAYS,
@@ -81,7 +81,7 @@ class Kept:
         free = machine.free_disk(self.files.root)
         if needed > free or not os.access(self.files.root, os.W_OK):
             why = f"its disk has {format_size(free)} free" if needed > free else "its folder cannot be written"
-            raise Refused(
+            raise InvalidRequestError(
                 f"{self.kernel.path}: the factorization that is kept beside it takes {format_size(needed)}, {why}; "
                 "give --no-keep (keep=False), which computes it each time"
             )
@@ -90,14 +90,14 @@ class Kept:
         """The arrays of the record that was found; None if their files are no longer what was recorded."""
         try:
             return [self._read(layout) for layout in self.layouts()]
-        except Damaged:
+        except DamagedDataError:
             # It can be computed again, unlike what it was computed from.
             self.found = None
             return None
 
     def load_values(self) -> np.ndarray | None:
         """Eigenvalues alone, ascending."""
-        with contextlib.suppress(Damaged):
+        with contextlib.suppress(DamagedDataError):
             return self._read(self.layouts()[0])
         return None
 
@@ -107,7 +107,7 @@ class Kept:
         for at in self._squares(layout):
             name = layout.file_name(at)
             if name not in files:
-                raise Damaged(f"{name} has no record")
+                raise DamagedDataError(f"{name} has no record")
             layout.check_record(files[name], 0, name)
             body = raw(piece)
             self.files.read_into(name, [(0, body)])
@@ -119,7 +119,7 @@ class Kept:
     def save(self, arrays: Sequence[np.ndarray], norm: float) -> None:
         """Write the arrays and then their record; leave it if another process is writing the same."""
         lock = LOCKS[self.method]
-        with contextlib.suppress(Locked), Lock(self.files, lock, lock, silent):
+        with contextlib.suppress(LockedError), Lock(self.files, lock, lock, silent):
             sweep(self.files, [self._kind], [NUMBER])
             self.kernel.ledger.forget(self._kind, NUMBER)
             hierarchy.add(self.files, FACTORS, self.layouts())
@@ -163,9 +163,9 @@ def clean(kernel: Kernel | str | Path) -> list[KeptFactorization]:
 
     Raises
     ------
-    Refused
+    InvalidRequestError
         If the path is not a kernel, or the folder cannot be written.
-    Locked
+    LockedError
         If another process is writing a factorization.
     """
     opened = open_kernel(str(kernel)) if isinstance(kernel, str | Path) else kernel

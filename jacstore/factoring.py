@@ -9,7 +9,7 @@ import numpy as np
 
 from jacstore.blas_threads import blas_threads
 from jacstore.dense import Gram, require_memory
-from jacstore.errors import Refused
+from jacstore.errors import InvalidRequestError
 from jacstore.factor_files import kept_for
 from jacstore.factorization import Cholesky, Eigen, Factorization, bytes_needed, cholesky, refuse_32_bit
 from jacstore.machine import limited_cores
@@ -27,9 +27,9 @@ def checked_alphas(alpha: Any, method: str) -> np.ndarray:
     except (TypeError, ValueError):
         alphas = np.array([])
     if alphas.ndim > 1 or alphas.size == 0 or not np.all((alphas > 0) & np.isfinite(alphas)):
-        raise Refused(f"--alpha {alpha}: allowed are numbers above 0 (alpha=)")
+        raise InvalidRequestError(f"--alpha {alpha}: allowed are numbers above 0 (alpha=)")
     if alphas.ndim == 1 and method != "eigh":
-        raise Refused(f'--alpha {alpha}: several alphas need method="eigh"; give one number (alpha=)')
+        raise InvalidRequestError(f'--alpha {alpha}: several alphas need method="eigh"; give one number (alpha=)')
     return alphas.reshape(-1)
 
 
@@ -37,7 +37,7 @@ def checked_alpha(alpha: Any) -> float:
     """One alpha, checked."""
     found = checked_alphas(alpha, "eigh")
     if np.ndim(alpha):
-        raise Refused(f"--alpha {alpha}: allowed is one number above 0 (alpha=)")
+        raise InvalidRequestError(f"--alpha {alpha}: allowed is one number above 0 (alpha=)")
     return float(found[0])
 
 
@@ -77,7 +77,7 @@ def _compute(gram: Gram, method: str, alphas: np.ndarray) -> tuple[Factorization
     alpha = float(alphas[0])
     upper, failed = cholesky(matrix, alpha)
     if failed:
-        raise Refused(
+        raise InvalidRequestError(
             f"{gram.where} + alpha I is not positive definite: the factorization failed in row {failed - 1} "
             f"({gram.name_row(failed - 1)}) of {len(matrix):,} with alpha {alpha:.3g}; rounding changes the kernel by "
             f"up to about {gram.roundoff * norm:.2g}: give a larger alpha (--alpha, alpha=), or "
@@ -109,7 +109,7 @@ def describe_spectrum(
 ) -> dict[str, Any]:
     """Leading eigenvalues of a kernel on disk, and its effective dimension at some alphas."""
     if top < 1:
-        raise Refused(f"--top {top}: must be an integer of at least 1 (top=)")
+        raise InvalidRequestError(f"--top {top}: must be an integer of at least 1 (top=)")
     values = spectrum(kernel, memory=memory)
     clipped = np.maximum(values, 0)
     largest = max(0.0, float(values[0]))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from scipy.linalg import blas, lapack
 
-from jacstore.errors import Refused
+from jacstore.errors import InvalidRequestError
 
 PANEL = 512  # right-hand sides that are solved together
 # SciPy's LAPACK keeps the interpreter while it runs, so that no signal is handled before it returns: it gets blocks of
@@ -222,7 +222,7 @@ def _solve_corner(corner: np.ndarray, block: np.ndarray, first: int, *, transpos
     for c in range(0, block.shape[1], BLOCK_COLUMNS):
         found, info = lapack.dtrtrs(lower, block[:, c : c + BLOCK_COLUMNS], lower=1, trans=0 if transposed else 1)
         if info:
-            raise Refused(
+            raise InvalidRequestError(
                 f"the triangular solve failed in row {first + info}: the factor's diagonal is zero; use a larger alpha"
             )
         block[:, c : c + BLOCK_COLUMNS] = found
@@ -252,11 +252,11 @@ def refuse_32_bit(rows: int) -> None:
 
     Raises
     ------
-    Refused
+    InvalidRequestError
         If there are more than 32,766 rows and NumPy does not say that its LAPACK counts in 64 bits.
     """
     if rows > LAPACK_32_BIT_ROWS and not _numpy_counts_in_64_bits():
-        raise Refused(
+        raise InvalidRequestError(
             f"{rows:,} rows: NumPy's LAPACK here counts in 32 bits, allowed are {LAPACK_32_BIT_ROWS:,}; use "
             'method="cholesky" or jacstore.block_cg, or install NumPy from its wheels'
         )

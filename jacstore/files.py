@@ -23,7 +23,7 @@ from typing import BinaryIO, Protocol
 import numpy as np
 
 from jacstore import exclusive, leaving
-from jacstore.errors import Damaged, JacstoreError, Refused
+from jacstore.errors import DamagedDataError, InvalidRequestError, JacstoreError
 from jacstore.machine import format_size
 
 Buffer = bytes | bytearray | memoryview
@@ -85,7 +85,7 @@ class Folder:
 
     def __init__(self, root: str | Path) -> None:
         if not is_path(str(root)):
-            raise Refused(f"{str(root)!r} is not a path; give the path of a folder (--out, out=)")
+            raise InvalidRequestError(f"{str(root)!r} is not a path; give the path of a folder (--out, out=)")
         self.root = Path(root)
         self.bytes_read = 0
         self.locks = True
@@ -102,13 +102,13 @@ class Folder:
 
         Raises
         ------
-        Refused
+        InvalidRequestError
             If a link on the way to it leads elsewhere.
         """
         path = self.root / name
         folder = os.path.join(os.path.realpath(self.root), *Path(name).parts[:-1])
         if os.path.realpath(folder) != folder:
-            raise Refused(
+            raise InvalidRequestError(
                 f"{path.parent} is reached through a link, and nothing is written through links; put a folder in its "
                 "place, or give another one (--out, out=)"
             )
@@ -119,7 +119,7 @@ class Folder:
         before_step("create", name)
         path = self.inside(name)
         if path.exists() and not path.is_file():
-            raise Refused(f"{path} is not a file; move it away, or give another folder (--out, out=)")
+            raise InvalidRequestError(f"{path} is not a file; move it away, or give another folder (--out, out=)")
         return path
 
     @contextlib.contextmanager
@@ -240,7 +240,7 @@ class Folder:
         ------
         FileNotFoundError
             If there is none.
-        Damaged, Refused
+        DamagedDataError, InvalidRequestError
             If there is something else, or it cannot be read.
         """
         try:
@@ -251,10 +251,10 @@ class Folder:
         except PermissionError as error:
             raise _unreadable(error, self.root / name) from error
         except OSError as error:
-            raise Damaged(f"{name} cannot be read ({error.strerror})") from error
+            raise DamagedDataError(f"{name} cannot be read ({error.strerror})") from error
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
-            raise Damaged(f"{name} is not a file")
+            raise DamagedDataError(f"{name} is not a file")
         return descriptor
 
     def read_into(self, name: str, spans: Iterable[tuple[int, memoryview]]) -> None:
@@ -262,13 +262,13 @@ class Folder:
 
         Raises
         ------
-        Damaged
+        DamagedDataError
             If the file is missing or too short.
         """
         try:
             descriptor = self._open(name)
         except FileNotFoundError:
-            raise Damaged(f"{name} is missing") from None
+            raise DamagedDataError(f"{name} is missing") from None
         total = 0
         try:
             for offset, buffer in spans:
@@ -276,13 +276,13 @@ class Folder:
                 while filled < len(buffer):
                     got = os.preadv(descriptor, [buffer[filled:]], offset + filled)
                     if got == 0:
-                        raise Damaged(f"{name} ends at byte {offset + filled}, before what was recorded")
+                        raise DamagedDataError(f"{name} ends at byte {offset + filled}, before what was recorded")
                     filled += got
                 total += filled
         except JacstoreError:
             raise
         except OSError as error:
-            raise Damaged(f"{name} cannot be read ({error.strerror})") from error
+            raise DamagedDataError(f"{name} cannot be read ({error.strerror})") from error
         finally:
             os.close(descriptor)
             with self._count:
@@ -386,12 +386,12 @@ class Memory:
             data = self._held.get(name)
         if data is None:
             if self._folder is None:
-                raise Damaged(f"{name} is missing")
+                raise DamagedDataError(f"{name} is missing")
             return self._folder.read_into(name, spans)
         total = 0
         for offset, buffer in spans:
             if offset + len(buffer) > len(data):
-                raise Damaged(f"{name} ends at byte {len(data)}, before what was recorded")
+                raise DamagedDataError(f"{name} ends at byte {len(data)}, before what was recorded")
             buffer[:] = memoryview(data)[offset : offset + len(buffer)]
             total += len(buffer)
         with self._lock:
@@ -431,8 +431,8 @@ def clear_folder(path: Path, first: str) -> None:
             os.unlink(entry.path)
 
 
-def _unreadable(error: OSError, path: Path) -> Refused:
-    return Refused(f"{path} cannot be read ({error.strerror}); change its mode or owner")
+def _unreadable(error: OSError, path: Path) -> InvalidRequestError:
+    return InvalidRequestError(f"{path} cannot be read ({error.strerror}); change its mode or owner")
 
 
 def _in_pages(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
@@ -506,18 +506,18 @@ def sync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def explain(error: OSError, path: Path, size: int) -> Refused:
+def explain(error: OSError, path: Path, size: int) -> InvalidRequestError:
     """The refusal for a file that could not be written, with what the user can do about it."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return Refused(
+        return InvalidRequestError(
             f"disk full while writing {path} ({format_size(size)} of it written); finished work is kept: "
             "free some space and run the same command again"
         )
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return Refused(
+        return InvalidRequestError(
             f"{path} cannot be written ({error.strerror}); give a folder that you may write to (--out, out=)"
         )
-    return Refused(
+    return InvalidRequestError(
         f"{path} cannot be written ({error.strerror or error}); move away what is in its way, or give another folder "
         "(--out, out=)"
     )

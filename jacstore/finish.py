@@ -12,7 +12,7 @@ import numpy as np
 from crc32c import crc32c
 
 from jacstore.engine import symmetrize
-from jacstore.errors import Damaged
+from jacstore.errors import DamagedDataError
 from jacstore.kernel import Kernel
 from jacstore.norms import require_right
 from jacstore.pieces import raw
@@ -44,7 +44,7 @@ def store_tiles(work: Work, leaf: int, tiles: Any) -> tuple[dict[str, Any], floa
 
     Raises
     ------
-    Damaged
+    DamagedDataError
         Naming the tile whose diagonal is further off than rounding explains; it is not written.
     """
     kernel = work.kernel
@@ -81,7 +81,7 @@ def finish_group(work: Work, group: int, _after: Any = None) -> dict[str, Any]:
                 with _recomputed(kernel, item.number):
                     kernel.files.read_into(partial_name(item.number), [(offset, view)])
                     if crc32c(view) != checksums[item.number][index]:
-                        raise Damaged(f"{partial_name(item.number)} differs from its recorded checksum")
+                        raise DamagedDataError(f"{partial_name(item.number)} differs from its recorded checksum")
                 total += part
             offset += total.nbytes
             yield (i, j), total
@@ -97,7 +97,7 @@ def _partial_checksums(kernel: Kernel, item: int, n_tiles: int) -> tuple[int, ..
     with _recomputed(kernel, item):
         record = typed(PartialRecord, kernel.ledger.read("item", item))
         if len(record.checksums) != n_tiles:
-            raise Damaged(f"the record of item {item} is about other tiles than its own")
+            raise DamagedDataError(f"the record of item {item} is about other tiles than its own")
     return record.checksums
 
 
@@ -106,6 +106,6 @@ def _recomputed(kernel: Kernel, item: int) -> Iterator[None]:
     """Make an item unfinished whose partial sums turn out to be damaged."""
     try:
         yield
-    except Damaged as error:
+    except DamagedDataError as error:
         kernel.ledger.forget("item", item)
-        raise Damaged(f"{kernel.path}: {error}; run the same gram again to recompute this item") from error
+        raise DamagedDataError(f"{kernel.path}: {error}; run the same gram again to recompute this item") from error

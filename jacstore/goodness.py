@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from jacstore.errors import Refused
+from jacstore.errors import InvalidRequestError
 from jacstore.factoring import checked_alpha
 from jacstore.inverse_roots import DualKernel, WeightedJacobian
 from jacstore.kernel import Kernel, open_kernel
@@ -108,9 +108,11 @@ def sample_tests(
     require_own(jacobian, opened)
     z = np.asarray(samples)
     if z.ndim != 2 or z.shape[1] != jacobian.shape[1] or not len(z):
-        raise Refused(f"samples of shape {z.shape}; allowed is (n, {jacobian.shape[1]})")
+        raise InvalidRequestError(f"samples of shape {z.shape}; allowed is (n, {jacobian.shape[1]})")
     if z.dtype.kind not in "fiu" or not np.isfinite(z).all():
-        raise Refused(f"samples of type {z.dtype}, or NaN or infinity among them; allowed are finite real numbers")
+        raise InvalidRequestError(
+            f"samples of type {z.dtype}, or NaN or infinity among them; allowed are finite real numbers"
+        )
     alpha = checked_alpha(alpha)
     weighted = WeightedJacobian(jacobian, likelihood)
     factor = DualKernel(weighted, opened, budget, keep).factor(alpha, "eigh")
@@ -125,7 +127,9 @@ def sample_tests(
     standard = y * np.sqrt((lam + alpha) / lam)
     left, rank = z.shape[1] - int(kept.sum()), int(kept.sum())
     if not rank:
-        raise Refused(f"{opened.path}: no eigenvalue is above rounding ({rounding:.2g}); there is no data to test")
+        raise InvalidRequestError(
+            f"{opened.path}: no eigenvalue is above rounding ({rounding:.2g}); there is no data to test"
+        )
     return SampleTests(
         full=_test(squares + np.square(projected).sum(0), stats.chi2(z.shape[1])),
         data=_test(np.square(standard).sum(0), stats.chi2(rank)),

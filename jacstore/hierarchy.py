@@ -15,7 +15,7 @@ from typing import Any
 import zarr
 from zarr.codecs import BloscCodec, Crc32cCodec
 
-from jacstore.errors import Damaged, JacstoreError, Refused
+from jacstore.errors import DamagedDataError, InvalidRequestError, JacstoreError
 from jacstore.files import Files, Folder, Memory, clear_folder, explain, sync_path
 from jacstore.ledger import FOLDER, FORMAT_VERSION, Lock, read_json
 from jacstore.pieces import BLOSC_LEVELS, ArrayLayout
@@ -109,17 +109,19 @@ def read_attributes(files: Files, where: str) -> dict[str, Any]:
 
     Raises
     ------
-    Refused
+    InvalidRequestError
         If there is nothing, if it is not ours, or if a newer version wrote it.
     """
     if files.size(ROOT) is None:
-        raise Refused(f"{where}: no jacstore store or kernel here (no {ROOT}); check the path")
+        raise InvalidRequestError(f"{where}: no jacstore store or kernel here (no {ROOT}); check the path")
     attributes = read_json(files, ROOT).get("attributes")
     if not isinstance(attributes, dict) or attributes.get("kind") not in KINDS:
-        raise Refused(f"{where}: this Zarr group is not a jacstore store or kernel; check the path")
+        raise InvalidRequestError(f"{where}: this Zarr group is not a jacstore store or kernel; check the path")
     found = attributes.get("format_version")
     if type(found) is not int or found > FORMAT_VERSION:
-        raise Refused(f"{where}: format version {found}, this jacstore reads up to {FORMAT_VERSION}; upgrade jacstore")
+        raise InvalidRequestError(
+            f"{where}: format version {found}, this jacstore reads up to {FORMAT_VERSION}; upgrade jacstore"
+        )
     try:
         checked = attributes["checksum"]
         guarded: dict[str, Any] = {key: attributes[key] for key in checked["of"]}
@@ -127,7 +129,7 @@ def read_attributes(files: Files, where: str) -> dict[str, Any]:
     except (KeyError, TypeError):
         intact = False
     if not intact:
-        raise Damaged(f"{where}: the attributes in {ROOT} differ from their checksum")
+        raise DamagedDataError(f"{where}: the attributes in {ROOT} differ from their checksum")
     # Others may have added attributes of their own; no checksum guards those.
     return guarded
 
@@ -143,7 +145,7 @@ def creating(files: Files, where: str, known: Sequence[str], overwrite: bool, li
 
     Raises
     ------
-    Refused
+    InvalidRequestError
         If the folder holds anything that jacstore did not make.
     """
     if not isinstance(files, Folder):
@@ -158,7 +160,9 @@ def creating(files: Files, where: str, known: Sequence[str], overwrite: bool, li
     except JacstoreError:
         raise
     except OSError as error:
-        raise Refused(f"{where} cannot be written ({error.strerror}); give another folder (--out, out=)") from error
+        raise InvalidRequestError(
+            f"{where} cannot be written ({error.strerror}); give another folder (--out, out=)"
+        ) from error
     with files.guard(f"{FOLDER}/.creating"):
         yield
 
@@ -168,7 +172,7 @@ def begun(out: str | Path | None, memory: int, known: Sequence[str]) -> Folder |
 
     Raises
     ------
-    Refused
+    InvalidRequestError
         If the folder holds anything that jacstore did not make.
     """
     files = place(out, memory)
@@ -186,9 +190,11 @@ def _refuse_foreign(files: Folder, where: str, known: Sequence[str]) -> set[str]
         dead = {name for name in names if name.startswith("zarr.") and name.endswith(".partial")}
         foreign = sorted(names - dead - {*known, FOLDER, ROOT})
         if foreign:
-            raise Refused(f"{where} holds {foreign[0]!r}, not written by jacstore; give another folder (--out, out=)")
+            raise InvalidRequestError(
+                f"{where} holds {foreign[0]!r}, not written by jacstore; give another folder (--out, out=)"
+            )
     elif files.root.exists():
-        raise Refused(f"{where} is a file; give a folder that is new or empty (--out, out=)")
+        raise InvalidRequestError(f"{where} is a file; give a folder that is new or empty (--out, out=)")
     return dead
 
 
@@ -208,7 +214,9 @@ def parse_pair(given: tuple[int, int] | str | None, separator: str, flag: str, f
     try:
         first, second = (int(x) for x in (given.split(separator) if isinstance(given, str) else given))
     except (ValueError, TypeError):
-        raise Refused(f"{flag} {given}: allowed is {form} with two integers ({flag.lstrip('-')}=)") from None
+        raise InvalidRequestError(
+            f"{flag} {given}: allowed is {form} with two integers ({flag.lstrip('-')}=)"
+        ) from None
     return first, second
 
 
@@ -216,11 +224,13 @@ def parse_part(given: tuple[int, int] | str | None) -> tuple[int, int]:
     """Part I of N, counted from 1."""
     number, parts = parse_pair(given, "/", "--part", "I/N") or (1, 1)
     if not 1 <= number <= parts:
-        raise Refused(
+        raise InvalidRequestError(
             f"--part {number}/{parts}: allowed are 1/{max(parts, 1)} to {max(parts, 1)}/{max(parts, 1)} (part=)"
         )
     if parts > MAX_ITEMS:
-        raise Refused(f"--part {number}/{parts}: at most {MAX_ITEMS:,} parts are allowed; give a smaller N (part=)")
+        raise InvalidRequestError(
+            f"--part {number}/{parts}: at most {MAX_ITEMS:,} parts are allowed; give a smaller N (part=)"
+        )
     return number, parts
 
 
@@ -234,5 +244,5 @@ def parse_count(given: int | None, flag: str) -> int | None:
         number = 0
     if number < 1:
         keyword = flag.lstrip("-").replace("-", "_")
-        raise Refused(f"{flag} {given}: must be an integer of at least 1 ({keyword}=)")
+        raise InvalidRequestError(f"{flag} {given}: must be an integer of at least 1 ({keyword}=)")
     return number

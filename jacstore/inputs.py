@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jacstore.blame import kind_of, naming
-from jacstore.errors import Refused
+from jacstore.errors import InvalidRequestError
 from jacstore.pytrees import native, paths_and_leaves
 
 READ_THREADS = 8
@@ -36,7 +36,7 @@ class Arrays:
 
     Raises
     ------
-    Refused
+    InvalidRequestError
         If a leaf has no first axis, or leaves differ in its length.
     """
 
@@ -44,25 +44,25 @@ class Arrays:
         with naming("inputs is not a pytree:", "change inputs="):
             named = paths_and_leaves(inputs)
         if not named:
-            raise Refused(
+            raise InvalidRequestError(
                 "inputs holds no array; it has to be a pytree of arrays (N, ...) or a dataset; change inputs="
             )
         for path, leaf in named:
             if not getattr(leaf, "shape", ()):
-                raise Refused(
+                raise InvalidRequestError(
                     f"inputs leaf {path!r} is a {kind_of(leaf)} without a first axis; every leaf has to be an array "
                     "(N, ...); change inputs="
                 )
         lengths = {path: leaf.shape[0] for path, leaf in named}
         unknown = [path for path, length in lengths.items() if math.isnan(length)]
         if unknown:
-            raise Refused(
+            raise InvalidRequestError(
                 f"inputs leaf {unknown[0]!r} does not know its length; it has to be a number; "
                 "call compute_chunk_sizes() on the Dask array of inputs="
             )
         if len(set(lengths.values())) > 1:
             given = ", ".join(f"{path!r}: {length}" for path, length in lengths.items())
-            raise Refused(
+            raise InvalidRequestError(
                 f"inputs leaves have different lengths ({given}); all need the N examples along their first "
                 "axis; change inputs="
             )
@@ -79,7 +79,7 @@ class Arrays:
             with naming(f"inputs leaf {path!r} raised at examples {start}:{stop}", "change inputs="):
                 array = self._by_chunks(path, leaf, start, stop)
             if array.shape[:1] != (stop - start,):
-                raise Refused(
+                raise InvalidRequestError(
                     f"inputs leaf {path!r} gave shape {array.shape} for examples {start}:{stop}; the first axis "
                     f"has to be {stop - start}; change inputs="
                 )
@@ -170,13 +170,13 @@ class Dataset:
         def fill(i: int) -> None:
             others, other_treedef = self.item(i)
             if other_treedef != treedef:
-                raise Refused(
+                raise InvalidRequestError(
                     f"inputs[{i}] has the structure {other_treedef}, inputs[0] {treedef}; all examples need the "
                     "same; change inputs="
                 )
             for array, (path, leaf), (_, other) in zip(arrays, named, others, strict=True):
                 if (other.shape, other.dtype) != (leaf.shape, leaf.dtype):
-                    raise Refused(
+                    raise InvalidRequestError(
                         f"inputs[{i}] leaf {path!r} is {other.dtype}{list(other.shape)}, in inputs[0] it is "
                         f"{leaf.dtype}{list(leaf.shape)}; all examples need the same: pad or crop in inputs="
                     )
@@ -189,10 +189,12 @@ class Dataset:
 
 
 def numeric(leaf: Any, what: str) -> np.ndarray:
-    """`leaf` as a NumPy array of a type that JAX takes, or Refused."""
+    """`leaf` as a NumPy array of a type that JAX takes, or InvalidRequestError."""
     if np.ma.isMaskedArray(leaf):
-        raise Refused(f"{what} is a masked array, whose mask would be lost; fill it; change inputs=")
+        raise InvalidRequestError(f"{what} is a masked array, whose mask would be lost; fill it; change inputs=")
     array = np.asarray(leaf)
     if not (jnp.issubdtype(array.dtype, np.number) or array.dtype == np.bool_):
-        raise Refused(f"{what} is a {kind_of(leaf)} of type {array.dtype}; allowed are numbers; change inputs=")
+        raise InvalidRequestError(
+            f"{what} is a {kind_of(leaf)} of type {array.dtype}; allowed are numbers; change inputs="
+        )
     return native(array)

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from jacstore.dense import Gram, require_memory
-from jacstore.errors import Refused
+from jacstore.errors import InvalidRequestError
 from jacstore.factorization import Cholesky, bytes_needed, cholesky
 from jacstore.krylov import block_cg
 from jacstore.quadrature import Quadrature, points, quadrature
@@ -70,7 +70,7 @@ class DualKernel:
     def array(self) -> tuple[Any, int | None]:
         """What solvers take for the kernel, and rows per example where it does not say."""
         if self.kernel is None:
-            raise Refused('this method needs a stored kernel; give kernel= or use method="cg" (--method)')
+            raise InvalidRequestError('this method needs a stored kernel; give kernel= or use method="cg" (--method)')
         if self.jacobian.roots is None:
             return self.kernel, None
         store = self.jacobian.jacobian.store
@@ -186,7 +186,7 @@ def by_dual_quadrature(
         stop()
         upper, failed = cholesky(matrix.copy(), float(shift))
         if failed:
-            raise Refused(
+            raise InvalidRequestError(
                 f"the kernel + {shift:.3g} I is not positive definite (row {failed - 1}); give a larger alpha (--alpha)"
             )
         total -= weight / shift * Cholesky(upper, float(shift)).solve(y)[0]

@@ -17,7 +17,7 @@ from jacstore import machine
 from jacstore.blas_threads import blas_threads
 from jacstore.blocks import to_bfloat16
 from jacstore.checkpoints import Checkpoints, NoCheckpoints, write_sums
-from jacstore.errors import Interrupted, JacstoreError
+from jacstore.errors import JacstoreError, RunInterruptedError
 from jacstore.expansion import expanded_slabs
 from jacstore.factors import FactorSet
 from jacstore.finish import partial_name, write_tiles
@@ -128,7 +128,7 @@ class ItemRun:
         """Stop here if asked to, with a checkpoint."""
         if self.stop():
             self.checkpoints.save(index, map(self.engine.fetch, totals))
-            raise Interrupted(f"interrupted in item {self.item.number}, slab {index} of {n_work}")
+            raise RunInterruptedError(f"interrupted in item {self.item.number}, slab {index} of {n_work}")
 
     def _checkpoint(self, index: int, n_work: int, totals: list[Any]) -> None:
         if index < n_work and self.checkpoints.due():

@@ -22,7 +22,7 @@ from jacstore.blame import one_line
 from jacstore.bounds import NORM_RUN
 from jacstore.contraction import squared_norms
 from jacstore.devices import device
-from jacstore.errors import Refused
+from jacstore.errors import InvalidRequestError
 from jacstore.machine import format_size
 from jacstore.problem import Prepared, own_code, precision_context
 from jacstore.terms import Leaf, renamed
@@ -97,7 +97,7 @@ class DevicePass:
             if batch_size is not None or self.batch_size == 1:
                 smaller = ["--batch-size (batch_size=)"] * (self.batch_size > 1)
                 smaller += ["--output-batch (output_batch=)"] * (self.output_batch > 1)
-                raise Refused(
+                raise InvalidRequestError(
                     f"a batch of {self.batch_size} example(s) and {self.output_batch} output(s) needs "
                     f"{format_size(self.bytes_needed)}, {format_size(budget)} are given for a device pass; give "
                     f"{'a smaller ' + ' or '.join(smaller) + ', or ' if smaller else ''}more --memory (memory=, on a "
@@ -146,7 +146,7 @@ class DevicePass:
         try:
             outputs, factors, rows = jax.vmap(lambda example: self.cut(selected, rest, example, cotangents))(examples)
         except NotImplementedError as error:
-            raise Refused(
+            raise InvalidRequestError(
                 f"apply cannot be computed for a batch of examples: {one_line(error)}; change apply=, or give its "
                 "callbacks a vmap_method"
             ) from error

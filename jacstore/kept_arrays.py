@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jacstore.errors import Damaged, Refused
+from jacstore.errors import DamagedDataError, InvalidRequestError
 from jacstore.files import Files, Folder
 from jacstore.ledger import Ledger, Lock, sweep
 from jacstore.progress import silent
@@ -65,7 +65,7 @@ def record_kind(method: str) -> str:
 
 def read_record(ledger: Ledger, method: str) -> FactorRecord | None:
     """The record of a factorization; None if it is missing or damaged."""
-    with contextlib.suppress(Damaged):
+    with contextlib.suppress(DamagedDataError):
         return typed(FactorRecord, ledger.read(record_kind(method), NUMBER))
     return None
 
@@ -89,9 +89,9 @@ def drop_factorizations(files: Folder, ledger: Ledger) -> None:
 
     Raises
     ------
-    Locked
+    LockedError
         If another process is writing a factorization.
-    Refused
+    InvalidRequestError
         If the folder cannot be written.
     """
     for method, lock in LOCKS.items():
@@ -120,4 +120,6 @@ def _remove_tree(files: Folder, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(files.inside(name))
     except OSError as error:
-        raise Refused(f"{files.root / name} cannot be removed ({error.strerror}); check its permissions") from error
+        raise InvalidRequestError(
+            f"{files.root / name} cannot be removed ({error.strerror}); check its permissions"
+        ) from error

@@ -16,7 +16,7 @@ import numpy as np
 
 from jacstore import hierarchy
 from jacstore.attributes import KernelAttributes, check_kernel
-from jacstore.errors import Damaged, Incomplete, Refused
+from jacstore.errors import DamagedDataError, IncompleteError, InvalidRequestError
 from jacstore.files import Files, Folder
 from jacstore.kept_arrays import KeptFactorization, kept_factorizations
 from jacstore.ledger import FORMAT_VERSION, Ledger, readable
@@ -102,12 +102,12 @@ class Kernel:
         self.report: dict[str, Any] = {}
         attributes = hierarchy.read_attributes(files, where)
         if attributes["kind"] != "kernel":
-            raise Refused(f"{where} is a {attributes['kind']}, not a kernel; give the path of a kernel")
+            raise InvalidRequestError(f"{where} is a {attributes['kind']}, not a kernel; give the path of a kernel")
         try:
             found = typed(KernelAttributes, attributes)
             check_kernel(found)
-        except Damaged as error:
-            raise Damaged(f"{where}: its attributes are damaged: {error}") from error
+        except DamagedDataError as error:
+            raise DamagedDataError(f"{where}: its attributes are damaged: {error}") from error
         self.requested: dict[str, Any] = attributes["fingerprint"]
         self.resolved: dict[str, Any] = attributes["resolved"]
         self.versions, self.stores = found.versions, list(found.stores)
@@ -121,7 +121,7 @@ class Kernel:
 
     def __reduce__(self) -> tuple[Any, ...]:
         if not isinstance(self.files, Folder):
-            raise Refused(
+            raise InvalidRequestError(
                 "a kernel in RAM cannot go to other processes; assemble it on disk (--out, out=) or use "
                 "--scheduler threads (scheduler=)"
             )
@@ -177,18 +177,18 @@ class Kernel:
 
         Raises
         ------
-        Damaged
+        DamagedDataError
             If it is missing, or cannot be about these tiles.
         """
         try:
             found = typed(TilesRecord, self.ledger.read("tiles", number))
             expected = self.files_of(number).values()
             if found.tiles != len(expected) or set(found.files) != {name for names in expected for name in names}:
-                raise Damaged("it lists other tiles than those of its group")
+                raise DamagedDataError("it lists other tiles than those of its group")
             for name, facts in found.files.items():
                 self.layouts[number % len(self.layouts)].check_record(facts, 0, name)
-        except Damaged as error:
-            raise Damaged(f"{self.path}: the record of group {number} of tiles is damaged: {error}") from error
+        except DamagedDataError as error:
+            raise DamagedDataError(f"{self.path}: the record of group {number} of tiles is damaged: {error}") from error
         return found
 
     @property
@@ -197,7 +197,7 @@ class Kernel:
 
         Raises
         ------
-        Incomplete
+        IncompleteError
             If tiles are missing.
         """
         if not self.leaves:
@@ -212,7 +212,9 @@ class Kernel:
     def as_ntk(self) -> da.Array:
         """Mode full as `(N, M, K, K)`: entry [i, j, k, l] between output k of example i and output l of example j."""
         if self.mode != "full":
-            raise Refused(f"as_ntk needs mode full, this kernel has {self.mode}; assemble with --mode full (mode=)")
+            raise InvalidRequestError(
+                f"as_ntk needs mode full, this kernel has {self.mode}; assemble with --mode full (mode=)"
+            )
         n, m, k = self.plan.rows.n_examples, self.plan.cols.n_examples, self.plan.n_outputs
         return self.array.reshape(n, k, m, k).transpose(0, 2, 1, 3)
 
@@ -225,7 +227,7 @@ class Kernel:
         """Refuse to go on with a kernel that is not finished."""
         missing = self.n_records - len(self.ledger.done("tiles"))
         if missing:
-            raise Incomplete(
+            raise IncompleteError(
                 f"{self.path} is incomplete: {missing} group(s) of tiles missing; complete it by running the same "
                 f"gram again: jacstore gram {' '.join(self.store_paths)} --out {self.path}"
             )
@@ -321,7 +323,7 @@ class Kernel:
 
         Raises
         ------
-        Damaged
+        DamagedDataError
             If its bytes are not those that were recorded.
         """
         layout = self.layouts[index]
@@ -329,9 +331,9 @@ class Kernel:
             return np.swapaxes(self.read_tile(index, j, i), -1, -2)
         try:
             piece = self._load(layout, self._grid(i, j))
-        except Damaged as error:
+        except DamagedDataError as error:
             self.mark(index, i, j)
-            raise Damaged(
+            raise DamagedDataError(
                 f"{self.path}: {self.named(index, i, j)}: {error}; run the same gram again to recompute this tile"
             ) from error
         return piece[tuple(slice(0, n) for n in self.plan.tile_shape(i, j))]
@@ -353,10 +355,10 @@ class Kernel:
             return piece
         size = self.files.size(name)
         if size is None:
-            raise Damaged(f"{name} is missing")
+            raise DamagedDataError(f"{name} is missing")
         if size > record.size:
             # It may be larger than memory.
-            raise Damaged(f"{name} has {size} bytes, recorded were {record.size}")
+            raise DamagedDataError(f"{name} has {size} bytes, recorded were {record.size}")
         data = np.empty(size, np.uint8)
         self.files.read_into(name, [(0, raw(data))])
         check_file(raw(data), record, layout, name)
@@ -364,12 +366,12 @@ class Kernel:
 
     def facts(self, name: str) -> list[Any]:
         """What is recorded of a tile's file."""
-        fault = Damaged(f"{name} has no record")
+        fault = DamagedDataError(f"{name} has no record")
         if name not in self._tiles:
             for number in self.ledger.done("tiles"):
                 try:
                     self._tiles |= self.record(number).files
-                except Damaged as error:
+                except DamagedDataError as error:
                     fault = error
         if name not in self._tiles:
             raise fault
@@ -400,7 +402,7 @@ class Kernel:
 
         Raises
         ------
-        Damaged
+        DamagedDataError
             Naming the file.
         """
         layout, shape = self.layouts[index], tuple(slice(0, n) for n in self.plan.tile_shape(i, j))
@@ -416,7 +418,7 @@ class Kernel:
         """
         if self.plan.symmetric and i > j:
             i, j = j, i
-        with contextlib.suppress(OSError, Refused, Damaged):
+        with contextlib.suppress(OSError, InvalidRequestError, DamagedDataError):
             number = self.number_of(index, i, j)
             notes = self._notes(number)
             notes[f"{i},{j}"] = self.facts(self.layouts[index].file_name(self._grid(i, j))) if wrong else None
@@ -425,7 +427,7 @@ class Kernel:
     def _notes(self, number: int) -> dict[str, Any]:
         try:
             notes = self.ledger.read("suspect", number)["tiles"]
-        except (Damaged, KeyError):
+        except (DamagedDataError, KeyError):
             return {}
         return notes if isinstance(notes, dict) else {}
 
@@ -434,7 +436,7 @@ class Kernel:
 
         Raises
         ------
-        Damaged
+        DamagedDataError
             If the record itself is.
         """
         files = self.record(number).files
@@ -445,12 +447,12 @@ class Kernel:
             try:
                 for name in names:
                     if self.files.size(name) != FileRecord.from_list(files[name]).size:
-                        raise Damaged(f"{name} is gone or torn")
+                        raise DamagedDataError(f"{name} is gone or torn")
                 if f"{i},{j}" in notes:
                     self.checked_tile(index, i, j)
                     if notes[f"{i},{j}"] == files[names[0]]:
-                        raise Damaged(f"{names[0]} is wrong as it is recorded")
-            except Damaged:
+                        raise DamagedDataError(f"{names[0]} is wrong as it is recorded")
+            except DamagedDataError:
                 found.append((i, j))
         return found
 

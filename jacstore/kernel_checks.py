@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from jacstore.eigenvalue_checks import eigenvalues
-from jacstore.errors import Damaged, JacstoreError
+from jacstore.errors import DamagedDataError, JacstoreError
 from jacstore.kernel import Kernel
 from jacstore.norms import Diagonal, diagonal_of, stored_norms
 from jacstore.products import Found, Wanted, stream
@@ -87,7 +87,7 @@ class KernelChecks:
                     listed = kernel.ledger.read("tiles", number)["files"]
                     if set(listed) != expected:
                         what = f"has a record without {min(expected - set(listed), default='')!r}"
-                except (Damaged, KeyError, TypeError) as error:
+                except (DamagedDataError, KeyError, TypeError) as error:
                     what = f"has a damaged record ({error})"
             if what:
                 tally.fault(

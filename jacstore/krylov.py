@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from jacstore.dense import Gram, as_columns
-from jacstore.errors import Refused
+from jacstore.errors import InvalidRequestError
 
 # Directions smaller than this share of the largest are dropped: they are rounding.
 DEPENDENT = 1e-14
@@ -103,9 +103,11 @@ def block_cg(
         If the tolerance was not reached; the text is the `reason`.
     """
     if np.ndim(alpha) or not 0 <= alpha < np.inf:
-        raise Refused(f"alpha={alpha}: allowed is one number of at least 0")
+        raise InvalidRequestError(f"alpha={alpha}: allowed is one number of at least 0")
     if not 0 < tolerance < 1 or max_steps < 1:
-        raise Refused(f"tolerance={tolerance}, max_steps={max_steps}: allowed are 0 < tolerance < 1, max_steps >= 1")
+        raise InvalidRequestError(
+            f"tolerance={tolerance}, max_steps={max_steps}: allowed are 0 < tolerance < 1, max_steps >= 1"
+        )
     product, rows, k = _as_product(matrix, outputs)
     flat, columns = as_columns(y, rows, k, "y")
     # Scaled first: squares of very large or small numbers are infinite or zero.
@@ -134,7 +136,7 @@ def _as_product(matrix: Any, outputs: int | None) -> tuple[Product, int, int]:
     """The product with a block, the number of rows, and the number of rows per example."""
     if hasattr(matrix, "matmat"):
         if matrix.shape[0] != matrix.shape[1]:
-            raise Refused(f"the operator is {tuple(matrix.shape)}; needed is a symmetric one")
+            raise InvalidRequestError(f"the operator is {tuple(matrix.shape)}; needed is a symmetric one")
         return matrix.matmat, matrix.shape[0], outputs or 1
     gram = Gram(matrix, outputs)
     gram.require_symmetric()
@@ -145,7 +147,9 @@ def _as_precondition(given: Any) -> Product | None:
     if given is None or callable(getattr(given, "matmat", None)):
         return None if given is None else given.matmat
     if not callable(given):
-        raise Refused(f"preconditioner of type {type(given).__name__}; allowed are a function or an object with matmat")
+        raise InvalidRequestError(
+            f"preconditioner of type {type(given).__name__}; allowed are a function or an object with matmat"
+        )
     product: Product = given
     return product
 

@@ -14,7 +14,7 @@ from jacstore import hierarchy
 from jacstore.bounds import ROUNDOFF
 from jacstore.described import described
 from jacstore.engine import BlasEngine, symmetrize
-from jacstore.errors import Mismatch, Refused
+from jacstore.errors import InvalidRequestError, RequestMismatchError
 from jacstore.expansion import expanded_slabs
 from jacstore.factors import FactorSet
 from jacstore.plan import MODES, SLAB_COLUMNS, Step, block_shape
@@ -48,7 +48,9 @@ def lazy_kernel(
     check_mode(mode, cols)
     tile = hierarchy.parse_count(tile, "--tile") or 1
     if precision not in (None, "float32", "float64"):
-        raise Refused(f"precision={precision}: a lazy kernel is computed by BLAS; allowed are float32 and float64")
+        raise InvalidRequestError(
+            f"precision={precision}: a lazy kernel is computed by BLAS; allowed are float32 and float64"
+        )
     rows.require_complete()
     if cols is not None:
         cols.require_complete()
@@ -160,9 +162,11 @@ def as_store(given: JacobianStore | str | Path) -> JacobianStore:
 
 def check_mode(mode: str, cols: Any) -> None:
     if mode not in MODES:
-        raise Refused(f"--mode {mode}: allowed are {', '.join(MODES)} (mode=)")
+        raise InvalidRequestError(f"--mode {mode}: allowed are {', '.join(MODES)} (mode=)")
     if mode == "blocks" and cols is not None:
-        raise Refused("--mode blocks pairs each example with itself and takes one store; leave out OTHER (other=)")
+        raise InvalidRequestError(
+            "--mode blocks pairs each example with itself and takes one store; leave out OTHER (other=)"
+        )
 
 
 def refuse_unlike(rows: JacobianStore, cols: JacobianStore) -> None:
@@ -179,7 +183,7 @@ def refuse_unlike(rows: JacobianStore, cols: JacobianStore) -> None:
     pairs.append(("n_outputs", rows.n_outputs, cols.n_outputs))
     differing = [field for field, a, b in pairs if a != b]
     if differing:
-        raise Mismatch(
+        raise RequestMismatchError(
             f"{rows.path} and {cols.path} differ in {', '.join(differing)}; a rectangular kernel needs rows of "
             "the same parameters: build both stores from one network"
         )

@@ -19,7 +19,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jacstore import leaving, machine
-from jacstore.errors import Damaged, Interrupted, JacstoreError, Locked, Mismatch, Refused
+from jacstore.errors import (
+    DamagedDataError,
+    InvalidRequestError,
+    JacstoreError,
+    LockedError,
+    RequestMismatchError,
+    RunInterruptedError,
+)
 from jacstore.files import Files, Folder, explain
 from jacstore.progress import Listener, Noted, Waiting
 from jacstore.schema import Open, parse, short_hash, typed
@@ -69,13 +76,13 @@ class Ledger:
 
         Raises
         ------
-        Damaged
+        DamagedDataError
             If the record is missing, not JSON, or of something else.
         """
         found = read_json(self.files, record_name(kind, number))
         there = self.sealed or "seal" in found
         if found.pop("seal", None) != self.seal(kind, number, found) and there:
-            raise Damaged(f"{record_name(kind, number)} is changed, or the record of something else")
+            raise DamagedDataError(f"{record_name(kind, number)} is changed, or the record of something else")
         return found
 
     def seal(self, kind: str, number: int, facts: Mapping[str, Any]) -> str:
@@ -93,7 +100,7 @@ def readable(read: Callable[[int], Record], numbers: Iterable[int]) -> tuple[lis
     for number in numbers:
         try:
             found.append(read(number))
-        except Damaged:
+        except DamagedDataError:
             damaged.append(number)
     return found, damaged
 
@@ -117,7 +124,7 @@ def read_json(files: Files, name: str) -> dict[str, Any]:
     try:
         return parse(files.read(name), name)
     except FileNotFoundError:
-        raise Damaged(f"{name} is missing") from None
+        raise DamagedDataError(f"{name} is missing") from None
 
 
 def compare_requested(path: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
@@ -125,7 +132,7 @@ def compare_requested(path: str, found: Mapping[str, Any], wanted: Mapping[str, 
 
     Raises
     ------
-    Mismatch
+    RequestMismatchError
         Naming every field that differs.
     """
     differences = []
@@ -134,7 +141,7 @@ def compare_requested(path: str, found: Mapping[str, Any], wanted: Mapping[str, 
         if before != now:
             differences.append(f"{field}: {_brief(before)} -> {_brief(now)}")
     if differences:
-        raise Mismatch(
+        raise RequestMismatchError(
             f"{path} was started from another request ({'; '.join(differences)}); repeat the first request, "
             "choose another --out (out=), or start over with --overwrite (overwrite=True)"
         )
@@ -217,7 +224,7 @@ class Lock:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
-        with contextlib.suppress(OSError, Refused):
+        with contextlib.suppress(OSError, InvalidRequestError):
             owner = self._read(self.path)
             if owner is not None and owner.token == self._token:
                 self.path.unlink(missing_ok=True)
@@ -262,7 +269,7 @@ class Lock:
         """Who a lock names; None if it is gone or torn."""
         try:
             return typed(Owner, parse(self._bytes(path), path.name), path.name)
-        except Damaged:
+        except DamagedDataError:
             return None
 
     def _take_over(self, path: Path) -> bool:
@@ -276,7 +283,7 @@ class Lock:
             return False
         started = machine.process_start(owner.pid)
         if owner.boot == machine.boot_id() and started is not None and started == owner.start:
-            raise Locked(
+            raise LockedError(
                 f"{path.parent.parent} is being worked on by process {owner.pid} on this host; wait for it, "
                 "stop it, or work on another part (--part I/N, part=)"
             )
@@ -296,11 +303,13 @@ class Lock:
         until = time.monotonic() + STALE_SECONDS
         while time.monotonic() < until:
             if self._asked_to_stop():
-                raise Interrupted("interrupted while waiting for a lock")
+                raise RunInterruptedError("interrupted while waiting for a lock")
             if not path.exists():
                 return owner
             if self._bytes(path) != owner:
-                raise Locked(f"{path.parent.parent} is being worked on by host {host}; wait for it or stop it there")
+                raise LockedError(
+                    f"{path.parent.parent} is being worked on by host {host}; wait for it or stop it there"
+                )
             time.sleep(min(0.2, STALE_SECONDS))
         return owner
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jacstore.errors import Refused
+from jacstore.errors import InvalidRequestError
 
 LIKELIHOODS = ("gaussian", "softmax")
 
@@ -44,20 +44,20 @@ def likelihood_weights(likelihood: str, outputs: np.ndarray, all_outputs: bool) 
 
     Raises
     ------
-    Refused
+    InvalidRequestError
         For another likelihood, or if softmax is asked for without all logits.
     """
     if likelihood == "gaussian":
         return Weights("identity")
     if likelihood != "softmax":
-        raise Refused(f"likelihood {likelihood!r}: allowed are {', '.join(LIKELIHOODS)} (likelihood=)")
+        raise InvalidRequestError(f"likelihood {likelihood!r}: allowed are {', '.join(LIKELIHOODS)} (likelihood=)")
     if not all_outputs:
-        raise Refused(
+        raise InvalidRequestError(
             'likelihood "softmax" needs all logits; this store was built from a choice of outputs: build it with '
             'outputs="all", or take likelihood="gaussian" or weights of your own'
         )
     if not np.isfinite(outputs).all():
-        raise Refused(
+        raise InvalidRequestError(
             'likelihood "softmax": the store holds outputs that are not finite, or none; write them with the rows '
             "(outputs=), or give weights of your own (weights=)"
         )
@@ -71,22 +71,22 @@ def given_weights(given: Any, n_examples: int, n_outputs: int) -> Weights:
 
     Raises
     ------
-    Refused
+    InvalidRequestError
         If it has another shape, is not real, or a block is not symmetric.
     """
     values = np.asarray(given)
     n, k = n_examples, n_outputs
     if values.dtype.kind not in "fiub" or values.shape not in ((n * k,), (n, k), (n, k, k)):
-        raise Refused(
+        raise InvalidRequestError(
             f"weights: {values.dtype} of shape {values.shape}; allowed are real numbers of shape {(n * k,)}, {(n, k)} "
             f'or {(n, k, k)}, or "gaussian" or "softmax" (weights=)'
         )
     # A copy: what the caller does to theirs later is nothing to the operator.
     values = values.astype(np.float64)
     if not np.isfinite(values).all():
-        raise Refused("weights: some are NaN or infinite; curvature is finite (weights=)")
+        raise InvalidRequestError("weights: some are NaN or infinite; curvature is finite (weights=)")
     if values.shape == (n, k, k):
         if not np.allclose(values, values.transpose(0, 2, 1), rtol=1e-10, atol=0):
-            raise Refused("weights: a block is not symmetric; curvature is; give (B + Bᵀ) / 2 (weights=)")
+            raise InvalidRequestError("weights: a block is not symmetric; curvature is; give (B + Bᵀ) / 2 (weights=)")
         return Weights("blocks", values)
     return Weights("diagonal", values.reshape(n, k))

@@ -10,7 +10,7 @@ import socket
 from pathlib import Path
 
 from jacstore import cgroups
-from jacstore.errors import Refused
+from jacstore.errors import InvalidRequestError
 
 UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
@@ -23,7 +23,7 @@ def parse_size(given: int | str | None, flag: str) -> int | None:
 
     Raises
     ------
-    Refused
+    InvalidRequestError
         If it is not a size, or not above zero.
     """
     if given is None:
@@ -31,11 +31,15 @@ def parse_size(given: int | str | None, flag: str) -> int | None:
     matched = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:[eE][0-9]+)?)\s*([A-Za-z]*)\s*", str(given))
     keyword = flag.lstrip("-").replace("-", "_")
     if matched is None or matched[2].upper() not in UNITS:
-        raise Refused(f"{flag} {given}: not a size; allowed are bytes with a unit such as 8GB or 500MiB ({keyword}=)")
+        raise InvalidRequestError(
+            f"{flag} {given}: not a size; allowed are bytes with a unit such as 8GB or 500MiB ({keyword}=)"
+        )
     exact = float(matched[1]) * UNITS[matched[2].upper()]
     size = int(exact) if exact < 2**63 else 0
     if size <= 0:
-        raise Refused(f"{flag} {given}: must be above 0, below 2**63; allowed are sizes such as 8GB ({keyword}=)")
+        raise InvalidRequestError(
+            f"{flag} {given}: must be above 0, below 2**63; allowed are sizes such as 8GB ({keyword}=)"
+        )
     return size
 
 

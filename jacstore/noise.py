@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from jacstore.errors import Refused
+from jacstore.errors import InvalidRequestError
 
 BLOCK = 8192  # numbers that are drawn together
 PARAMETERS, ROWS = 0, 1
@@ -45,7 +45,7 @@ class KeyedNoise:
         for name, given, low in (("key", self.key, 0), ("n", self.n, 1)):
             integer = isinstance(given, int | np.integer) and not isinstance(given, bool)
             if not integer or not low <= given < 2**64:
-                raise Refused(f"--{name} {given}: allowed are integers from {low} below 2**64 ({name}=)")
+                raise InvalidRequestError(f"--{name} {given}: allowed are integers from {low} below 2**64 ({name}=)")
 
     def parameters(self, start: int, stop: int) -> np.ndarray:
         """Numbers of parameters `start` to `stop`, `(stop - start, n)`."""

@@ -19,7 +19,7 @@ from crc32c import crc32c
 
 from jacstore.checkpoints import Checkpoints
 from jacstore.engine import symmetrize
-from jacstore.errors import Damaged, Interrupted, Refused
+from jacstore.errors import DamagedDataError, InvalidRequestError, RunInterruptedError
 from jacstore.files import Files, Folder
 from jacstore.lazy import as_store
 from jacstore.ledger import FOLDER, Checksum, Ledger, Lock, compare_requested, record_name
@@ -76,11 +76,11 @@ def ggn(
     listener
         Called with progress events.
     stop
-        Asked between chunks; when it says true a checkpoint is written and the sum ends with `Interrupted`.
+        Asked between chunks; when it says true a checkpoint is written and the sum ends with `RunInterruptedError`.
 
     Raises
     ------
-    Refused
+    InvalidRequestError
         If the matrix does not fit in memory, or `out` holds another one.
     """
     jacobian = JacobianOperator(as_store(store), memory, leaves, examples, precision)
@@ -127,7 +127,7 @@ def _plan(jacobian: JacobianOperator, weights: Weights) -> _Plan:
     row_bytes = (3 * item if weights.values is None else 2 * item + 16) * p * k
     if row_bytes + read > room:
         needed = jacobian.memory - room + row_bytes + read
-        raise Refused(
+        raise InvalidRequestError(
             f"--memory {jacobian.memory:,}: the matrix of {p:,} x {p:,} takes {format_size(8 * p * p)}, to sum "
             f"it {format_size(needed)}; give more (memory=), choose leaves (leaves=), or use operator(store).ggn()"
         )
@@ -156,7 +156,9 @@ def _summed(
             if stop():
                 if checkpoints:
                     checkpoints.save(done, [total])
-                raise Interrupted(f"interrupted at example {done} of {store.n_examples}; run the same call again")
+                raise RunInterruptedError(
+                    f"interrupted at example {done} of {store.n_examples}; run the same call again"
+                )
             for rows, part in _formed(jacobian, weights, job, held, plan.formed):
                 _add(total, rows, part)
             done = job.chunk.stop
@@ -220,12 +222,14 @@ class _Place:
             with self.folder.open(MATRIX) as file:
                 total: np.ndarray = np.load(file, allow_pickle=False)
             intact = crc32c(raw(total)) == typed(Checksum, self.ledger.read("done", 0)).crc32c
-        except Refused:
+        except InvalidRequestError:
             raise
-        except (Damaged, OSError, EOFError, ValueError, MemoryError):
+        except (DamagedDataError, OSError, EOFError, ValueError, MemoryError):
             intact = False
         if not intact:
-            raise Damaged(f"{self.where}: {MATRIX} is missing or damaged; compute it again with overwrite=True")
+            raise DamagedDataError(
+                f"{self.where}: {MATRIX} is missing or damaged; compute it again with overwrite=True"
+            )
         return total
 
 
@@ -242,7 +246,7 @@ def _opened(
     foreign = sorted(names - {MATRIX, FOLDER, "checkpoints"})
     if foreign or folder.root.is_file():
         what = f"holds {foreign[0]!r}" if foreign else "is a file"
-        raise Refused(f"{out} {what}; give a folder that is new or empty (out=)")
+        raise InvalidRequestError(f"{out} {what}; give a folder that is new or empty (out=)")
     with Lock(folder, 0, 0, listener):
         place = _Place(folder, str(out))
         if overwrite:

@@ -23,7 +23,7 @@ from jacstore.bounds import (
     squares_bound,
 )
 from jacstore.contraction import product_numbers, squared_norms
-from jacstore.errors import Damaged
+from jacstore.errors import DamagedDataError
 from jacstore.kernel import Kernel
 from jacstore.store import JacobianStore, operand_array
 from jacstore.terms import Conv, Dense, Leaf, expand
@@ -209,10 +209,10 @@ def diagonal_of(tile: np.ndarray) -> Any:
 
 
 def require_right(found: tuple[float, float, str], where: str) -> float:
-    """The figure of a comparison; Damaged if it is out of bound."""
+    """The figure of a comparison; DamagedDataError if it is out of bound."""
     figure, bound, what = found
     if what:
-        raise Damaged(
+        raise DamagedDataError(
             f"{where}: {what}, a relative difference of {figure:.2g} where {bound:.2g} is allowed; run the same gram "
             "again to recompute this tile, and verify on the store"
         )

@@ -16,7 +16,7 @@ from scipy.sparse.linalg import LinearOperator
 
 from jacstore import machine
 from jacstore.columns import ParameterColumns
-from jacstore.errors import Mismatch, Refused
+from jacstore.errors import InvalidRequestError, RequestMismatchError
 from jacstore.kernel import Kernel, open_kernel
 from jacstore.lazy import as_store, default_precision
 from jacstore.likelihoods import Weights, given_weights, likelihood_weights
@@ -55,7 +55,7 @@ def operator(
 
     Raises
     ------
-    Refused
+    InvalidRequestError
         If the store is not finished, or a choice names nothing.
     """
     return JacobianOperator(as_store(store), memory, leaves, examples, precision)
@@ -84,7 +84,7 @@ class JacobianOperator(LinearOperator, ParameterColumns):
     ) -> None:
         store.require_complete()
         if precision not in (None, "float32", "float64"):
-            raise Refused(f"precision {precision!r}: allowed are float32 and float64 (precision=)")
+            raise InvalidRequestError(f"precision {precision!r}: allowed are float32 and float64 (precision=)")
         self.store = store
         self.memory = machine.default_memory(memory)
         self.products = np.dtype(precision or default_precision(store, None))
@@ -94,7 +94,7 @@ class JacobianOperator(LinearOperator, ParameterColumns):
         n_parameters = sum(leaf.size for leaf, _ in self._leaves)
         if not n_parameters:
             shown = ", ".join(repr(leaf.path) for leaf in store.leaves[:5]) + (", …" if len(store.leaves) > 5 else "")
-            raise Refused(f"leaves {leaves!r} selects no parameter; there are {shown}; change leaves=")
+            raise InvalidRequestError(f"leaves {leaves!r} selects no parameter; there are {shown}; change leaves=")
         super().__init__(np.dtype(np.float64), (len(self.examples) * store.n_outputs, n_parameters))
         self.panels = tuple(panels(store, self._leaves, self._slab_columns(), self.memory // 64 // 8))
 
@@ -215,7 +215,7 @@ class JacobianOperator(LinearOperator, ParameterColumns):
                 Job(panels=chosen, chunk=chunks(self.examples, self.store.n_examples, 1)[0]), self.products
             )
             needed = self.memory - self.room(fixed) + smallest
-            raise Refused(
+            raise InvalidRequestError(
                 f"--memory {self.memory:,}: a product with {m} column(s) takes {format_size(needed)}; give more "
                 "(memory=) or fewer columns at once"
             )
@@ -297,20 +297,22 @@ class GGNOperator(LinearOperator):
 
 
 def real(x: np.ndarray) -> np.ndarray:
-    """Columns as they came, or Refused if they are not real."""
+    """Columns as they came, or InvalidRequestError if they are not real."""
     if x.dtype.kind not in "fiub":
-        raise Refused(f"a product with numbers of type {x.dtype}; allowed are real numbers; split off imaginary parts")
+        raise InvalidRequestError(
+            f"a product with numbers of type {x.dtype}; allowed are real numbers; split off imaginary parts"
+        )
     return x
 
 
 def real_number(given: Any, name: str) -> float:
-    """A finite number that is not negative, or Refused."""
+    """A finite number that is not negative, or InvalidRequestError."""
     try:
         number = float(given)
     except (TypeError, ValueError):
         number = np.nan
     if not 0 <= number < np.inf:
-        raise Refused(f"{name} {given!r}: allowed are finite numbers from 0 ({name}=)")
+        raise InvalidRequestError(f"{name} {given!r}: allowed are finite numbers from 0 ({name}=)")
     return number
 
 
@@ -322,7 +324,7 @@ def _predicate(leaves: str | Callable[[str], bool] | None) -> Callable[[str], bo
     try:
         pattern = re.compile(leaves)
     except (re.error, TypeError) as error:
-        raise Refused(f"leaves {leaves!r} is not a regular expression: {error}; change leaves=") from error
+        raise InvalidRequestError(f"leaves {leaves!r} is not a regular expression: {error}; change leaves=") from error
     return lambda path: pattern.search(path) is not None
 
 
@@ -330,12 +332,12 @@ def _refuse_other_kernel(jacobian: JacobianOperator, kernel: Kernel) -> None:
     """Refuse a kernel that is not J Jᵀ of this operator's store."""
     store = jacobian.store
     if kernel.mode != "full" or kernel.leaves:
-        raise Refused(
+        raise InvalidRequestError(
             f"{kernel.path}: a kernel of mode {kernel.mode}; needed is one whole kernel of mode full (kernel=)"
         )
     if (kernel.requested["store"], kernel.requested["other"]) != (store.identity(), None):
-        raise Mismatch(f"{kernel.path} is not the kernel of {store.path}; give that store's own (kernel=)")
+        raise RequestMismatchError(f"{kernel.path} is not the kernel of {store.path}; give that store's own (kernel=)")
     if jacobian.shape[1] != store.n_parameters:
-        raise Refused(
+        raise InvalidRequestError(
             f"{kernel.path} is a sum over all leaves; the operator has some of them: change leaves= or kernel="
         )

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jacstore.blame import naming
-from jacstore.errors import Refused
+from jacstore.errors import InvalidRequestError
 from jacstore.parameters import Parameters
 from jacstore.pytrees import dtype_of, is_kind, paths_and_leaves, type_name
 
@@ -25,7 +25,7 @@ def checked_outputs(outputs: Any) -> str | tuple[int, ...]:
     allowed = 'allowed are "all", "sum" or a list of different indices from 0; change outputs='
     if isinstance(outputs, str):
         if outputs not in ("all", "sum"):
-            raise Refused(f"outputs is {outputs!r}; {allowed}")
+            raise InvalidRequestError(f"outputs is {outputs!r}; {allowed}")
         return outputs
     try:
         indices = tuple(outputs)
@@ -33,12 +33,12 @@ def checked_outputs(outputs: Any) -> str | tuple[int, ...]:
             raise TypeError("a mask, not indices")
         indices = tuple(index(k) for k in indices)
     except TypeError as error:
-        raise Refused(f"outputs is {outputs!r} ({error}); {allowed}") from error
+        raise InvalidRequestError(f"outputs is {outputs!r} ({error}); {allowed}") from error
     repeated = sorted(k for k, count in Counter(indices).items() if count > 1)
     if repeated:
-        raise Refused(f"outputs names {repeated[0]} twice; {allowed}")
+        raise InvalidRequestError(f"outputs names {repeated[0]} twice; {allowed}")
     if not indices or min(indices) < 0:
-        raise Refused(f"outputs is {list(indices)}; {allowed}")
+        raise InvalidRequestError(f"outputs is {list(indices)}; {allowed}")
     return indices
 
 
@@ -60,7 +60,7 @@ def first_of_batch(outputs: Any, size: int) -> Any:
     for path, leaf in paths_and_leaves(outputs):
         shape = jnp.shape(leaf)
         if shape[:1] != (size,):
-            raise Refused(
+            raise InvalidRequestError(
                 f"apply returned output {path!r} of shape {shape} for a batch of {size}; with batched=True the first "
                 f"axis has to be {size}; change apply= or batched="
             )
@@ -73,13 +73,13 @@ def flatten_outputs(outputs: Any) -> jax.Array:
     for path, leaf in paths_and_leaves(outputs):
         dtype = dtype_of(leaf)
         if not is_kind(dtype, np.floating):
-            raise Refused(
+            raise InvalidRequestError(
                 f"apply returned output {path!r} of type {type_name(leaf)}; outputs have to be floating point; drop or "
                 "convert it in apply="
             )
         parts.append(jnp.ravel(leaf))
     if not sum(part.size for part in parts):
-        raise Refused("apply returned no outputs (K = 0); at least one is needed; change apply=")
+        raise InvalidRequestError("apply returned no outputs (K = 0); at least one is needed; change apply=")
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
@@ -93,9 +93,9 @@ def chosen(flat: jax.Array, outputs: str | Sequence[int]) -> jax.Array:
 
 
 def count_chosen(n_all: int, outputs: str | Sequence[int]) -> int:
-    """K of a choice among `n_all` outputs, or Refused."""
+    """K of a choice among `n_all` outputs, or InvalidRequestError."""
     if isinstance(outputs, tuple) and max(outputs) >= n_all:
-        raise Refused(
+        raise InvalidRequestError(
             f"outputs names index {max(outputs)}; apply has {n_all} outputs, 0 to {n_all - 1}; change outputs="
         )
     return n_all if outputs == "all" else 1 if outputs == "sum" else len(outputs)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jacstore.blame import kind_of, naming
-from jacstore.errors import Refused
+from jacstore.errors import InvalidRequestError
 from jacstore.pytrees import computed, dtype_of, is_kind, own, paths_and_leaves, type_name
 
 PATHS_SHOWN = 5
@@ -46,14 +46,14 @@ def check_select(select: Any) -> None:
     if select is None or callable(select):
         return
     if not isinstance(select, str):
-        raise Refused(
+        raise InvalidRequestError(
             f"select is a {kind_of(select)}; allowed are a regular expression, a predicate on the path, or None; "
             "change select="
         )
     try:
         re.compile(select)
     except re.error as error:
-        raise Refused(f"select {select!r} is not a regular expression: {error}; change select=") from error
+        raise InvalidRequestError(f"select {select!r} is not a regular expression: {error}; change select=") from error
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,28 +79,32 @@ def split_parameters(params: Any, select: str | Callable[[str], bool] | None, fl
 
     Raises
     ------
-    Refused
+    InvalidRequestError
         If a leaf is complex, two share a path, or no floating number is selected.
     """
     with naming("params is not a pytree:", "change params="):
         named = paths_and_leaves(params)
     repeated = [path for path, count in Counter(path for path, _ in named).items() if count > 1]
     if repeated:
-        raise Refused(f"params has two leaves with path {repeated[0]!r}; paths have to differ; rename one in params=")
+        raise InvalidRequestError(
+            f"params has two leaves with path {repeated[0]!r}; paths have to differ; rename one in params="
+        )
     types = {path: dtype_of(leaf) for path, leaf in named}
     for path, dtype in types.items():
         if is_kind(dtype, np.complexfloating):
-            raise Refused(
+            raise InvalidRequestError(
                 f"params leaf {path!r} is {dtype}; leaves have to be real; hold its real and imaginary parts as two "
                 "leaves of params=, or close over it"
             )
     floating = [path for path, dtype in types.items() if is_kind(dtype, np.floating)]
     if not floating:
         given = ", ".join(f"{path!r}: {type_name(leaf)}" for path, leaf in named[:PATHS_SHOWN]) or "no leaf at all"
-        raise Refused(f"params has no floating-point leaf ({given}); at least one is needed; change params=")
+        raise InvalidRequestError(
+            f"params has no floating-point leaf ({given}); at least one is needed; change params="
+        )
     chosen = _chosen_paths(floating, select)
     if not any(np.size(leaf) for path, leaf in named if path in chosen):
-        raise Refused("the selected leaves of params hold no number (P = 0); change params= or select=")
+        raise InvalidRequestError("the selected leaves of params hold no number (P = 0); change params= or select=")
 
     groups: dict[str, list[Any]] = {"selected": [], "rest": [], "fixed": []}
     roles, leaves, left_out = [], [], []
@@ -131,5 +135,5 @@ def _chosen_paths(paths: list[str], select: str | Callable[[str], bool] | None) 
     if not chosen:
         given = repr(select) if isinstance(select, str) else "the predicate"
         shown = ", ".join(repr(path) for path in paths[:PATHS_SHOWN]) + (", …" if len(paths) > PATHS_SHOWN else "")
-        raise Refused(f"select {given} matches no floating-point leaf; there are {shown}; change select=")
+        raise InvalidRequestError(f"select {given} matches no floating-point leaf; there are {shown}; change select=")
     return chosen

@@ -19,7 +19,7 @@ import numpy as np
 from crc32c import crc32c
 from numcodecs.blosc import Blosc
 
-from jacstore.errors import Damaged
+from jacstore.errors import DamagedDataError
 from jacstore.files import PAGE
 
 CODECS = ("none", "lz4", "zstd")
@@ -79,7 +79,7 @@ class ArrayLayout:
 
         Raises
         ------
-        Damaged
+        DamagedDataError
             If its sizes are not those that this layout gives.
         """
         per_file = math.prod(self.per_file)
@@ -91,7 +91,7 @@ class ArrayLayout:
         except (TypeError, ValueError):
             integers = False
         if not integers or len(sizes) != per_file or len(checksums) != per_file:
-            raise Damaged(f"the record of {name} is not readable")
+            raise DamagedDataError(f"the record of {name} is not readable")
         # Blosc keeps what it cannot compress behind a header of 16 bytes.
         least, most = (self.piece_bytes, self.piece_bytes) if self.codec == "none" else (1, self.piece_bytes + 16)
         ends = held * CHECKSUM_BYTES + (16 * per_file + CHECKSUM_BYTES if self.sharded else 0)
@@ -101,7 +101,7 @@ class ArrayLayout:
             or total != sum(sizes) + ends
             or not all(0 <= checksum < 2**32 for checksum in checksums)
         ):
-            raise Damaged(f"the record of {name} has sizes that it cannot have")
+            raise DamagedDataError(f"the record of {name} has sizes that it cannot have")
 
     def pieces_of(self, at: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
         """The region of each piece of a file in index order; regions beyond the array are empty."""
@@ -140,7 +140,7 @@ class FileRecord:
 
         Raises
         ------
-        Damaged
+        DamagedDataError
             If it is not what `to_list` gives.
         """
         pieces, offset = [], 0
@@ -150,7 +150,7 @@ class FileRecord:
                 offset += size + CHECKSUM_BYTES if size else 0
             return cls(size=operator.index(given[0]), pieces=tuple(pieces))
         except (TypeError, ValueError, IndexError, KeyError):
-            raise Damaged("the record of a file is not readable") from None
+            raise DamagedDataError("the record of a file is not readable") from None
 
     @staticmethod
     def piece_of(given: list[Any], index: int) -> tuple[int, int, int]:
@@ -158,7 +158,7 @@ class FileRecord:
 
         Raises
         ------
-        Damaged
+        DamagedDataError
             If it is not what `to_list` gives.
         """
         try:
@@ -166,7 +166,7 @@ class FileRecord:
             offset = operator.index(sum(before)) + CHECKSUM_BYTES * (len(before) - before.count(0))
             return offset, operator.index(given[1][2 * index]), operator.index(given[1][2 * index + 1])
         except (TypeError, IndexError, KeyError, AttributeError):
-            raise Damaged("the record of a file is not readable") from None
+            raise DamagedDataError("the record of a file is not readable") from None
 
     def index_bytes(self) -> bytes:
         """The index of a shard with these pieces, and its checksum."""
@@ -236,11 +236,13 @@ def decode(body: memoryview, record: tuple[int, int, int], out: np.ndarray, layo
 
     Raises
     ------
-    Damaged
+    DamagedDataError
         If the bytes are not those that were recorded.
     """
     if crc32c(body) != record[2]:
-        raise Damaged(f"{name}: bytes {record[0]} to {record[0] + record[1]} differ from the recorded checksum")
+        raise DamagedDataError(
+            f"{name}: bytes {record[0]} to {record[0] + record[1]} differ from the recorded checksum"
+        )
     flat = out.reshape(-1).view(np.uint8)
     if layout.codec == "none":
         encoded = np.frombuffer(body, np.uint8)
@@ -249,11 +251,13 @@ def decode(body: memoryview, record: tuple[int, int, int], out: np.ndarray, layo
         return
     # Blosc would leave what a shorter body does not cover as it was.
     if len(body) < 16 or int.from_bytes(body[4:8], "little") != flat.nbytes:
-        raise Damaged(f"{name}: bytes {record[0]} to {record[0] + record[1]} are not a piece of this array")
+        raise DamagedDataError(f"{name}: bytes {record[0]} to {record[0] + record[1]} are not a piece of this array")
     try:
         _blosc(layout.codec).decode(body, flat)
     except RuntimeError as error:
-        raise Damaged(f"{name}: bytes {record[0]} to {record[0] + record[1]} cannot be decoded ({error})") from None
+        raise DamagedDataError(
+            f"{name}: bytes {record[0]} to {record[0] + record[1]} cannot be decoded ({error})"
+        ) from None
 
 
 def _blosc(codec: str) -> Blosc:
@@ -266,11 +270,11 @@ def check_file(data: memoryview, record: FileRecord, layout: ArrayLayout, name: 
 
     Raises
     ------
-    Damaged
+    DamagedDataError
         Naming the first bytes that differ.
     """
     if len(data) != record.size:
-        raise Damaged(f"{name} has {len(data)} bytes, recorded were {record.size}")
+        raise DamagedDataError(f"{name} has {len(data)} bytes, recorded were {record.size}")
     end = 0
     for piece, (offset, size, checksum) in enumerate(record.pieces):
         if size:
@@ -279,6 +283,6 @@ def check_file(data: memoryview, record: FileRecord, layout: ArrayLayout, name: 
             if crc32c(data[offset : offset + size]) != checksum or stored != checksum.to_bytes(
                 CHECKSUM_BYTES, "little"
             ):
-                raise Damaged(f"{name}: bytes {offset} to {end} differ from the recorded checksum", piece)
+                raise DamagedDataError(f"{name}: bytes {offset} to {end} differ from the recorded checksum", piece)
     if layout.sharded and bytes(data[end:]) != record.index_bytes():
-        raise Damaged(f"{name}: the index of the shard, from byte {end}, differs from the record")
+        raise DamagedDataError(f"{name}: the index of the shard, from byte {end}, differs from the record")

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from jacstore.dense import Gram, require_memory
-from jacstore.errors import Refused
+from jacstore.errors import InvalidRequestError
 from jacstore.factoring import checked_alpha
 from jacstore.factorization import bytes_needed, cholesky, solve_upper
 from jacstore.inverse_roots import DUALS, NEEDS_ROW_NOISE, DualKernel, Request, WeightedJacobian, by_primal_quadrature
@@ -104,13 +104,13 @@ def sample(
     listener
         Called with progress events of method ggn.
     stop
-        Asked between steps; when it says true the call ends with `Interrupted`.
+        Asked between steps; when it says true the call ends with `RunInterruptedError`.
 
     Raises
     ------
-    Refused
+    InvalidRequestError
         If the kernel is not that of the store, its diagonal was replaced, or something does not fit in memory.
-    Mismatch
+    RequestMismatchError
         If `out` holds samples of another request.
     """
     noise = KeyedNoise(key=key, n=n)
@@ -126,7 +126,9 @@ def sample_from(
     """The linear map of `sample`, applied to noise of one's own: options as there, without n, key and out."""
     allowed = {"alpha", "likelihood", "method", "error", "q", "memory", "precision", "keep"}
     if not {"alpha"} <= options.keys() <= allowed:
-        raise Refused(f"options {', '.join(options)}; needed is alpha, allowed are {', '.join(sorted(allowed))}")
+        raise InvalidRequestError(
+            f"options {', '.join(options)}; needed is alpha, allowed are {', '.join(sorted(allowed))}"
+        )
     defaults = {"likelihood": "gaussian", "method": "auto", "error": None, "q": None, "memory": None, "precision": None}
     plan = _Plan(store, kernel, n=noise.n, **{**defaults, "keep": True, **options})
     with kept_in(None, {}, False, silent, None) as kept:
@@ -151,23 +153,25 @@ class _Plan:
         keep: bool,
     ) -> None:
         if method not in METHODS:
-            raise Refused(f"--method {method}: allowed are {', '.join(METHODS)} (method=)")
+            raise InvalidRequestError(f"--method {method}: allowed are {', '.join(METHODS)} (method=)")
         alpha = checked_alpha(alpha)
         if error is not None and not 0 < error < 1:
-            raise Refused(f"--error {error}: allowed are numbers between 0 and 1 (error=)")
+            raise InvalidRequestError(f"--error {error}: allowed are numbers between 0 and 1 (error=)")
         if not isinstance(likelihood, str):
             given = type(likelihood).__name__
-            raise Refused(f"--likelihood {given}: allowed are {', '.join(LIKELIHOODS)} (likelihood=)")
+            raise InvalidRequestError(f"--likelihood {given}: allowed are {', '.join(LIKELIHOODS)} (likelihood=)")
         if q is not None and method not in BY_QUADRATURE:
-            raise Refused(f"--q: method {method} has no quadrature points; methods {', '.join(BY_QUADRATURE)} do (q=)")
+            raise InvalidRequestError(
+                f"--q: method {method} has no quadrature points; methods {', '.join(BY_QUADRATURE)} do (q=)"
+            )
         if error is not None and method not in ("auto", *ITERATIVE):
-            raise Refused(f"--error: method {method} is exact; it is for {', '.join(ITERATIVE)} (error=)")
+            raise InvalidRequestError(f"--error: method {method} is exact; it is for {', '.join(ITERATIVE)} (error=)")
         if q is not None and error is not None:
-            raise Refused("--q and --error exclude each other: points follow from the error (q=, error=)")
+            raise InvalidRequestError("--q and --error exclude each other: points follow from the error (q=, error=)")
         self.memory = default_memory(memory)
         self.store = as_store(store)
         if self.store.nonfinite_examples:
-            raise Refused(
+            raise InvalidRequestError(
                 f"{self.store.path}: the rows of example {self.store.nonfinite_examples[0]} hold NaN or infinity, so "
                 "there is no posterior; leave such examples out of the store (--examples, examples=)"
             )
@@ -181,7 +185,7 @@ class _Plan:
             require_own(jacobian, opened)
         chosen = method if method != "auto" else _regime(jacobian.shape, opened is not None, n, self.memory)
         if opened is None and chosen not in WITHOUT_KERNEL:
-            raise Refused(
+            raise InvalidRequestError(
                 f"--method {chosen} needs the kernel of the store (kernel=); without one allowed are "
                 f"{', '.join(WITHOUT_KERNEL)}"
             )
@@ -207,7 +211,7 @@ def require_own(jacobian: JacobianOperator, kernel: Kernel) -> None:
     """Refuse a kernel that is not `J Jᵀ` of the stored J."""
     jacobian.gram(kernel)
     if Gram(kernel).exact_diagonal:
-        raise Refused(
+        raise InvalidRequestError(
             f"{kernel.path}: its diagonal was replaced by exact norms, so it is not J Jᵀ of the stored J and samples "
             "from it would be wrong; assemble a kernel without that (kernel=)"
         )
@@ -262,7 +266,7 @@ def _by_normal_matrix(plan: _Plan, noise: Noise, kept: SampleFile, listener: Lis
     )
     upper, failed = cholesky(matrix, 0.0)
     if failed:
-        raise Refused(
+        raise InvalidRequestError(
             f"alpha I + Jᵀ Λ J is not positive definite (row {failed - 1}) with alpha {plan.request.alpha:.3g}; give a "
             "larger alpha (--alpha, alpha=) or precision float64 (precision=)"
         )

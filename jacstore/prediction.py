@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jacstore.errors import Refused
+from jacstore.errors import InvalidRequestError
 from jacstore.kernel import Kernel, open_kernel
 from jacstore.regression import KernelRidge
 from jacstore.store import open_store
@@ -46,7 +46,7 @@ def predict(
     """
     started = time.perf_counter()
     if not out.endswith(".npy"):
-        raise Refused(f"--out {out}: allowed is a file that ends in .npy (out=)")
+        raise InvalidRequestError(f"--out {out}: allowed is a file that ends in .npy (out=)")
     train, test = open_kernel(kernel), open_kernel(cross)
     given = _load(labels)
     classes = _classes(given, train)
@@ -81,13 +81,15 @@ def parse_alphas(given: str) -> list[float]:
     try:
         return [float(word) for word in given.split(",")]
     except ValueError:
-        raise Refused(f"--alpha {given}: allowed are numbers above 0, separated by commas (alpha=)") from None
+        raise InvalidRequestError(
+            f"--alpha {given}: allowed are numbers above 0, separated by commas (alpha=)"
+        ) from None
 
 
 def class_targets(labels: np.ndarray, classes: int) -> np.ndarray:
     """Targets `(N, C)` of integer labels `(N,)`: one-hot, less their mean over classes, since a kernel has no bias."""
     if labels.min(initial=0) < 0 or labels.max(initial=0) >= classes:
-        raise Refused(f"--labels: from {labels.min()} to {labels.max()}; allowed are 0 to {classes - 1}")
+        raise InvalidRequestError(f"--labels: from {labels.min()} to {labels.max()}; allowed are 0 to {classes - 1}")
     return np.eye(classes)[labels] - 1 / classes
 
 
@@ -103,9 +105,11 @@ def _load(path: str) -> np.ndarray:
     try:
         found = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise Refused(f"--labels {path}: not a readable .npy file ({error}); save it with numpy.save") from error
+        raise InvalidRequestError(
+            f"--labels {path}: not a readable .npy file ({error}); save it with numpy.save"
+        ) from error
     if not isinstance(found, np.ndarray) or found.dtype.kind not in "iufb":
-        raise Refused(f"--labels {path}: allowed is one array of numbers, saved with numpy.save")
+        raise InvalidRequestError(f"--labels {path}: allowed is one array of numbers, saved with numpy.save")
     return found
 
 
@@ -125,4 +129,6 @@ def _save(out: str, values: np.ndarray) -> None:
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise Refused(f"--out {out} cannot be written ({error.strerror}); give another file (out=)") from error
+        raise InvalidRequestError(
+            f"--out {out} cannot be written ({error.strerror}); give another file (out=)"
+        ) from error

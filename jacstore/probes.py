@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jacstore.errors import JacstoreError, ProbeFailed
+from jacstore.errors import InvalidFunctionError, JacstoreError
 from jacstore.identity import same_program
 from jacstore.outputs import Flat, calling, first_of_batch, flatten_outputs
 from jacstore.parameters import Parameters
@@ -39,7 +39,7 @@ def probe(
 
     Raises
     ------
-    ProbeFailed
+    InvalidFunctionError
         Naming what is wrong and what to change.
     """
     finite = all(_finite(leaf) for leaf in jax.tree_util.tree_leaves(example))
@@ -52,11 +52,11 @@ def probe(
         named = zip(parameters.leaves, parameters.selected, strict=True)
         bad = [leaf.path for leaf, value in named if not _finite(value)]
         cause = f"params leaf {bad[0]!r} is not finite either" if bad else "its input is finite"
-        raise ProbeFailed(
+        raise InvalidFunctionError(
             f"output {k} of example 0 is {once[k]}, {cause}; outputs have to be finite; change apply= or params="
         )
     if not _same_call(once, again):
-        raise ProbeFailed(
+        raise InvalidFunctionError(
             "outputs change from call to call (dropout? noise?); they have to depend on params and example alone; "
             "switch it off (eval mode) or close over a fixed random key in apply="
         )
@@ -82,7 +82,7 @@ def probe_upcast(as_given: np.ndarray | None, in_float64: np.ndarray) -> None:
 
     Raises
     ------
-    ProbeFailed
+    InvalidFunctionError
         If the outputs in float64 are others than in the parameters' own precision.
     """
     if as_given is None:
@@ -92,7 +92,7 @@ def probe_upcast(as_given: np.ndarray | None, in_float64: np.ndarray) -> None:
         return
     off, size = np.linalg.norm(given - in_float64), np.linalg.norm(in_float64)
     if off > OTHER_FUNCTION * size:
-        raise ProbeFailed(
+        raise InvalidFunctionError(
             f"outputs in float64 are others than in the parameters' own precision: they differ by {off / size:.2g} of "
             "their size. Where apply= draws random numbers, JAX's default type draws others: give its jax.random calls "
             "a dtype=, choose another --dtype (dtype=), or enable JAX's 64-bit types and give params= in float64"
@@ -164,7 +164,7 @@ def _probe_batch(apply: Callable[[Any, Any], Any], parameters: Parameters, examp
     with calling(example):
         beside = np.asarray(jax.jit(flat)(parameters.selected, parameters.rest, batch))
     if not (alone.shape == beside.shape and _close(alone, beside)):
-        raise ProbeFailed(
+        raise InvalidFunctionError(
             "outputs depend on the other examples of the batch (BatchNorm in training mode?); they have to depend on "
             "one example; use eval mode, or close over the statistics in apply="
         )

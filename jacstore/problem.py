@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jacstore.blame import kind_of
-from jacstore.errors import Refused
+from jacstore.errors import InvalidRequestError
 from jacstore.identity import by_text_of_jax, derivative, hash_text_of_jax, lowest_precision, requested
 from jacstore.inputs import Arrays, Dataset, is_dataset
 from jacstore.outputs import checked_outputs, chosen, count_chosen, flat_function, traced_outputs
@@ -49,7 +49,7 @@ class Problem:
 
     Raises
     ------
-    Refused
+    InvalidRequestError
         If a field cannot be what it has to be. No data is read here.
     """
 
@@ -62,11 +62,11 @@ class Problem:
 
     def __post_init__(self) -> None:
         if not callable(self.apply):
-            raise Refused(
+            raise InvalidRequestError(
                 f"apply is a {kind_of(self.apply)}; it has to be a function of (params, example); change apply="
             )
         if not isinstance(self.batched, bool):
-            raise Refused(f"batched is {self.batched!r}; allowed are True and False; change batched=")
+            raise InvalidRequestError(f"batched is {self.batched!r}; allowed are True and False; change batched=")
         object.__setattr__(self, "outputs", checked_outputs(self.outputs))
         check_select(self.select)
         _ = self.n_examples
@@ -89,11 +89,13 @@ class Problem:
 
         Raises
         ------
-        Refused
+        InvalidRequestError
             If the range is not inside `[0, N]`, or the user's data cannot be read or is ragged.
         """
         if not 0 <= start <= stop <= self.n_examples:
-            raise Refused(f"examples {start}:{stop} were asked for; there are {self.n_examples}; change the range")
+            raise InvalidRequestError(
+                f"examples {start}:{stop} were asked for; there are {self.n_examples}; change the range"
+            )
         return self._source.read(start, stop)
 
 
@@ -175,13 +177,13 @@ def prepare(problem: Problem, *, float64: bool = False) -> Prepared:
 
     Raises
     ------
-    Refused
+    InvalidRequestError
         If there is nothing to compute, or `apply` fails or cannot be differentiated.
-    ProbeFailed
+    InvalidFunctionError
         If the outputs are not finite, change from call to call, or depend on other examples of the batch.
     """
     if problem.n_examples == 0:
-        raise Refused("inputs holds 0 examples; at least 1 is needed; change inputs=")
+        raise InvalidRequestError("inputs holds 0 examples; at least 1 is needed; change inputs=")
     wide_already = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
     with precision_context(float64):
         parameters = split_parameters(problem.params, problem.select, float64)

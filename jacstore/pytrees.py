@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jacstore.blame import kind_of
-from jacstore.errors import Refused
+from jacstore.errors import InvalidRequestError
 
 
 def paths_and_leaves(tree: Any) -> list[tuple[str, Any]]:
@@ -24,13 +24,15 @@ def replaced(tree: Any, values: Mapping[str, Any]) -> Any:
 
     Raises
     ------
-    Refused
+    InvalidRequestError
         If the tree has no leaf at such a path.
     """
     named = paths_and_leaves(tree)
     missing = sorted(set(values) - {path for path, _ in named})
     if missing:
-        raise Refused(f"the tree has no leaf {missing[0]!r}; give the parameters that the rows were taken for (like=)")
+        raise InvalidRequestError(
+            f"the tree has no leaf {missing[0]!r}; give the parameters that the rows were taken for (like=)"
+        )
     leaves = [values.get(path, leaf) for path, leaf in named]
     return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(tree), leaves)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import ellipj, ellipk, ellipkm1
 
-from jacstore.errors import Refused
+from jacstore.errors import InvalidRequestError
 
 LARGEST_Q = 200
 
@@ -44,11 +44,13 @@ class Quadrature:
 def quadrature(smallest: float, largest: float, q: int | None = None, error: float | None = None) -> Quadrature:
     """The quadrature with `q` points, or with as many as the relative `error` takes."""
     if not 0 < smallest <= largest < math.inf:
-        raise Refused(f"a spectrum from {smallest:.3g} to {largest:.3g}: allowed are 0 < smallest <= largest")
+        raise InvalidRequestError(
+            f"a spectrum from {smallest:.3g} to {largest:.3g}: allowed are 0 < smallest <= largest"
+        )
     if q is None:
         q = points(smallest, largest, 1e-4 if error is None else error)
     if isinstance(q, bool) or not isinstance(q, int | np.integer) or not 1 <= q <= LARGEST_Q:
-        raise Refused(f"q={q}: allowed are 1 to {LARGEST_Q} quadrature points (q=)")
+        raise InvalidRequestError(f"q={q}: allowed are 1 to {LARGEST_Q} quadrature points (q=)")
     ratio = smallest / largest
     root = math.sqrt(ratio)
     # SciPy takes the parameter m = 1 - ratio; near 1 only its complement has digits.
@@ -71,7 +73,7 @@ def points(smallest: float, largest: float, error: float, dual: bool = False) ->
     In the dual form the first term is cancelled down inside the data space, which costs a factor sqrt(kappa) there.
     """
     if not 0 < error < 1:
-        raise Refused(f"error={error}: allowed are numbers between 0 and 1 (error=)")
+        raise InvalidRequestError(f"error={error}: allowed are numbers between 0 and 1 (error=)")
     log_condition = _log_condition(smallest, largest)
     wanted = math.log(4 / error) + (log_condition / 2 if dual else 0)
     return max(1, math.ceil((log_condition + 3) * wanted / (2 * math.pi**2)))

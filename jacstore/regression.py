@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jacstore.dense import Gram, as_columns, cross_gram, offset_like
-from jacstore.errors import Refused
+from jacstore.errors import InvalidRequestError
 from jacstore.krylov import block_cg
 from jacstore.solve import KernelFactor
 
@@ -68,7 +68,7 @@ class KernelRidge:
         known = self.get_params()
         for name, value in params.items():
             if name not in known:
-                raise Refused(f"{name}: no such parameter; allowed are {', '.join(known)}")
+                raise InvalidRequestError(f"{name}: no such parameter; allowed are {', '.join(known)}")
             setattr(self, name, value)
         return self
 
@@ -96,7 +96,7 @@ class KernelRidge:
             What the prediction is added to, in the shape of `y`; then `predict` needs it too.
         """
         if self.method not in METHODS:
-            raise Refused(f"method={self.method!r}: allowed are {', '.join(METHODS)}")
+            raise InvalidRequestError(f"method={self.method!r}: allowed are {', '.join(METHODS)}")
         vars(self).pop("loo_errors_", None)
         target = np.asarray(y, np.float64)
         residual = target - offset_like(f0, target.shape, "f0")
@@ -128,9 +128,9 @@ class KernelRidge:
             At the other examples, in the shape of the result.
         """
         if not hasattr(self, "dual_coef_"):
-            raise Refused("predict before fit; call fit(kernel, y) first")
+            raise InvalidRequestError("predict before fit; call fit(kernel, y) first")
         if self._offset and f0 is None:
-            raise Refused(
+            raise InvalidRequestError(
                 "the model was fitted with f0; give f0 at these examples too, or f0=0 to predict the difference from it"
             )
         gram = cross_gram(kernel, self.gram_)

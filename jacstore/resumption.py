@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jacstore.checkpoints import Checkpoints
-from jacstore.errors import Damaged, Locked
+from jacstore.errors import DamagedDataError, LockedError
 from jacstore.files import Folder
 from jacstore.finish import partial_name
 from jacstore.item import leaves_of
@@ -36,7 +36,7 @@ def sweep_items(kernel: Kernel, mine: range) -> None:
         if group in finished:
             kernel.files.remove(partial_name(number))
             if kernel.files.size(Lock.name(FINISH + group, FINISH + group)):
-                with contextlib.suppress(Locked), group_lock(kernel, group, silent):
+                with contextlib.suppress(LockedError), group_lock(kernel, group, silent):
                     pass
 
 
@@ -56,7 +56,7 @@ def damaged_tiles(kernel: Kernel) -> dict[int, list[tuple[int, int]]]:
     for number in kernel.ledger.done("tiles"):
         try:
             tiles = kernel.to_recompute(number)
-        except Damaged:
+        except DamagedDataError:
             kernel.ledger.forget("tiles", number)
             # A note about what is computed anew would have it computed once more.
             kernel.ledger.forget("suspect", number)

@@ -18,7 +18,7 @@ import numpy as np
 
 from jacstore.blocks import UnitBlock
 from jacstore.bounds import ROUNDOFF, compute_dtype
-from jacstore.errors import ProbeFailed
+from jacstore.errors import InvalidFunctionError
 from jacstore.problem import Prepared, precision_context
 from jacstore.store import operand_array
 from jacstore.terms import Dense, Leaf, expand
@@ -88,7 +88,7 @@ class RowCheck:
 
         Raises
         ------
-        ProbeFailed
+        InvalidFunctionError
             Naming the leaf whose row is not the gradient of the function.
         """
         program = self._program.result()
@@ -112,7 +112,7 @@ class RowCheck:
         seconds = time.perf_counter() - began
         self._seconds = seconds if self._seconds is None else min(seconds, self._seconds)
         if off > self._tolerance:
-            raise ProbeFailed(
+            raise InvalidFunctionError(
                 f"example {n}: what would be stored of leaf {leaf!r} is not the gradient of apply, a relative "
                 f"difference of {off:.2g}; nothing of this unit is stored; build with --layout dense (layout='dense'), "
                 "and please report this function"

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from crc32c import crc32c
 
-from jacstore.errors import Damaged, Interrupted, JacstoreError, Refused
+from jacstore.errors import DamagedDataError, InvalidRequestError, JacstoreError, RunInterruptedError
 from jacstore.files import Buffer, Folder
 from jacstore.ledger import Checksum, Ledger, Lock, compare_requested
 from jacstore.pieces import raw
@@ -47,7 +47,7 @@ class SampleFile:
         """Raise if asked to stop."""
         if self.asked():
             where = " and continues after the last finished pass" if self.path is not None else ""
-            raise Interrupted(f"interrupted; run the same call again{where}")
+            raise RunInterruptedError(f"interrupted; run the same call again{where}")
 
     def choice(self, name: str, value: str, allowed: Sequence[str]) -> str:
         """A choice made now, or the one that an earlier attempt made."""
@@ -57,7 +57,9 @@ class SampleFile:
             self.ledger.record(CHOICE, 0, {name: value})
         found = self.ledger.read(CHOICE, 0).get(name)
         if found not in allowed:
-            raise Damaged(f"{self.path}: the choice of {name} is damaged; draw again with --overwrite (overwrite=True)")
+            raise DamagedDataError(
+                f"{self.path}: the choice of {name} is damaged; draw again with --overwrite (overwrite=True)"
+            )
         return str(found)
 
     def folder(self, name: str) -> Path | None:
@@ -70,7 +72,7 @@ class SampleFile:
         if self.path is None:
             return compute()
         if self.ledger.done(name):
-            with contextlib.suppress(Damaged):
+            with contextlib.suppress(DamagedDataError):
                 return self._checked(self.work, f"{name}.npy", name)
         found = compute()
         self.ledger.record(name, 0, {"crc32c": _write(self.work, f"{name}.npy", found)})
@@ -81,15 +83,15 @@ class SampleFile:
 
         Raises
         ------
-        Damaged
+        DamagedDataError
             If the file is not what was written.
         """
         if self.path is None or not self.ledger.done(DONE):
             return None
         try:
             return self._checked(self.place, self.path.name, DONE)
-        except Damaged as error:
-            raise Damaged(f"{self.path}: {error}; draw again with --overwrite (overwrite=True)") from None
+        except DamagedDataError as error:
+            raise DamagedDataError(f"{self.path}: {error}; draw again with --overwrite (overwrite=True)") from None
 
     def _checked(self, folder: Folder, name: str, kind: str) -> np.ndarray:
         """An array that was written, if it is what its record says."""
@@ -127,7 +129,7 @@ def kept_in(
 
     Raises
     ------
-    Refused
+    InvalidRequestError
         If `out` is no `.npy` file, or a file that this did not write.
     """
     if out is None:
@@ -135,7 +137,7 @@ def kept_in(
         return
     path = Path(out)
     if path.suffix != ".npy" or path.is_dir():
-        raise Refused(f"--out {out}: allowed is the name of a file that ends in .npy (out=)")
+        raise InvalidRequestError(f"--out {out}: allowed is the name of a file that ends in .npy (out=)")
     state = SampleFile(path, stop)
     with Lock(state.work, 0, 0, listener):
         if overwrite:
@@ -143,7 +145,9 @@ def kept_in(
             state.clear((DONE, *ARRAYS, CHOICE, REQUEST))
         if not state.ledger.done(REQUEST):
             if path.exists() and not overwrite:
-                raise Refused(f"--out {out} exists and was not written by this; give another name or --overwrite")
+                raise InvalidRequestError(
+                    f"--out {out} exists and was not written by this; give another name or --overwrite"
+                )
             state.ledger.record(REQUEST, 0, requested)
         compare_requested(str(path), state.ledger.read(REQUEST, 0), requested)
         yield state
@@ -177,7 +181,7 @@ def _checked(folder: Folder, name: str, checksum: int) -> np.ndarray:
     except JacstoreError:
         raise
     except (OSError, ValueError, EOFError, MemoryError) as error:
-        raise Damaged(f"{name} cannot be read ({type(error).__name__})") from None
+        raise DamagedDataError(f"{name} cannot be read ({type(error).__name__})") from None
     if crc32c(raw(np.ascontiguousarray(found))) != checksum:
-        raise Damaged(f"{name} differs from what was recorded")
+        raise DamagedDataError(f"{name} differs from what was recorded")
     return found

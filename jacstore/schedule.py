@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from jacstore.errors import Refused
+from jacstore.errors import InvalidRequestError
 from jacstore.footprint import Footprint
 from jacstore.plan import (
     IO_THREADS,
@@ -66,7 +66,7 @@ def plan_gram(
 
     Raises
     ------
-    Refused
+    InvalidRequestError
         If not even one tile and one slab fit, naming the memory that would do; or if there would be too many tiles.
     """
     symmetric = cols is None
@@ -121,13 +121,13 @@ def plan_gram(
             need = max(sizes.fixed(g) + sizes.per_column(g) * min(piece, n_columns) for g in worst)
             needed = min(needed, need) if needed else need
     if best is None:
-        raise Refused(
+        raise InvalidRequestError(
             f"--memory: {share:,} bytes for each of {workers} worker(s) cannot hold one tile and one slab; give at "
             f"least {needed * workers:,} bytes (memory=), fewer --workers or a smaller --tile"
         )
     files = best.grid[0] * (1 if mode == "blocks" else best.grid[1]) * len(leaf_borders or [0])
     if files > MAX_FILES or len(best.items) > MAX_ITEMS:
-        raise Refused(
+        raise InvalidRequestError(
             f"the kernel would be {files:,} tiles in {len(best.items):,} items; at most {MAX_FILES:,} and "
             f"{MAX_ITEMS:,} are allowed: give a larger --tile (tile=) or more --memory (memory=)"
         )

@@ -1,4 +1,4 @@
-"""Parse JSON that nobody vouches for into values of declared types, or raise `Damaged` naming the field.
+"""Parse JSON that nobody vouches for into values of declared types, or raise `DamagedDataError` naming the field.
 
 The metadata of a store may be torn, edited or made up. Text becomes JSON here, and JSON becomes dataclasses here:
 behind this door a number is finite, a count is not negative, and a text can be printed.
@@ -14,7 +14,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from jacstore.errors import Damaged
+from jacstore.errors import DamagedDataError
 
 T = TypeVar("T")
 # A number below zero is allowed only where it is declared so.
@@ -33,16 +33,16 @@ def parse(data: bytes, name: str) -> dict[str, Any]:
 
     Raises
     ------
-    Damaged
+    DamagedDataError
         If it is anything else: torn, not UTF-8, nested too deeply, with numbers that are not finite.
     """
     try:
         found = json.loads(data, parse_constant=_finite, parse_float=_finite)
         _check_depth_and_text(found)
     except (ValueError, RecursionError):
-        raise Damaged(f"{name} is not readable JSON") from None
+        raise DamagedDataError(f"{name} is not readable JSON") from None
     if not isinstance(found, dict):
-        raise Damaged(f"{name} is not a JSON object")
+        raise DamagedDataError(f"{name} is not a JSON object")
     return found
 
 
@@ -82,7 +82,7 @@ def typed(hint: type[T], value: Any, name: str = "") -> T:
 
     Raises
     ------
-    Damaged
+    DamagedDataError
         Naming the first field that is missing, unknown or of another type.
     """
     found: T = _typed(hint, value, name)
@@ -140,14 +140,14 @@ def _built(cls: Any, value: Any, name: str) -> Any:
     declared, hints = fields(cls), _hints(cls)
     unknown = set(value) - {field.name for field in declared}
     if unknown and not issubclass(cls, Open):
-        raise Damaged(f"{name}: unknown field {_brief(min(unknown))}")
+        raise DamagedDataError(f"{name}: unknown field {_brief(min(unknown))}")
     built = {}
     for field in declared:
         inner = f"{name}.{field.name}" if name else field.name
         if field.name in value:
             built[field.name] = _typed(hints[field.name], value[field.name], inner)
         elif field.default is MISSING and field.default_factory is MISSING:
-            raise Damaged(f"{inner} is missing")
+            raise DamagedDataError(f"{inner} is missing")
     return cls(**built)
 
 
@@ -156,8 +156,8 @@ def _hints(cls: Any) -> dict[str, Any]:
     return get_type_hints(cls, include_extras=True)
 
 
-def _wrong(name: str, value: Any, allowed: str) -> Damaged:
-    return Damaged(f"{name} is {_brief(value)}; it has to be {allowed}")
+def _wrong(name: str, value: Any, allowed: str) -> DamagedDataError:
+    return DamagedDataError(f"{name} is {_brief(value)}; it has to be {allowed}")
 
 
 def _brief(value: Any) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from jacstore.dense import Columns, Gram, as_columns, cross_gram, offset_like
-from jacstore.errors import Refused
+from jacstore.errors import InvalidRequestError
 from jacstore.factoring import METHODS, checked_alphas, factorize
 from jacstore.factorization import PANEL, Eigen
 from jacstore.kernel import open_kernel
@@ -71,7 +71,7 @@ class KernelFactor:
 
     Raises
     ------
-    Refused
+    InvalidRequestError
         If the kernel is not symmetric or not finite, does not fit in memory, or if the factorization fails.
 
     Warns
@@ -91,7 +91,7 @@ class KernelFactor:
         keep: bool = True,
     ) -> None:
         if method not in METHODS:
-            raise Refused(f"method={method!r}: allowed are {', '.join(METHODS)}")
+            raise InvalidRequestError(f"method={method!r}: allowed are {', '.join(METHODS)}")
         alphas = checked_alphas(alpha, method)
         self.gram = Gram(kernel, outputs)
         self.gram.require_symmetric()
@@ -157,7 +157,7 @@ class KernelFactor:
 
         Raises
         ------
-        Refused
+        InvalidRequestError
             If G is not `J Jᵀ`: mode trace, or a replaced diagonal.
         """
         self.require_jacobian("logdet_posterior")
@@ -244,12 +244,12 @@ class KernelFactor:
     def require_jacobian(self, what: str) -> None:
         """Refuse what holds only where G is `J Jᵀ` of the stored J."""
         if self.gram.exact_diagonal:
-            raise Refused(
+            raise InvalidRequestError(
                 f"{what}: the diagonal of {self.gram.where} was replaced by exact norms, so it is not J Jᵀ of the "
                 "stored J; assemble a kernel without that"
             )
         if self.gram.mode == "trace":
-            raise Refused(
+            raise InvalidRequestError(
                 f"{what}: {self.gram.where} has mode trace, the sum over outputs, which is not J Jᵀ; assemble with "
                 "--mode full (mode=)"
             )
@@ -258,7 +258,9 @@ class KernelFactor:
 
     def _eigen(self) -> Eigen:
         if not isinstance(self._factor, Eigen):
-            raise Refused('this needs an eigendecomposition, the factor is a Cholesky factor; give method="eigh"')
+            raise InvalidRequestError(
+                'this needs an eigendecomposition, the factor is a Cholesky factor; give method="eigh"'
+            )
         return self._factor
 
     def _columns(self, y: Any) -> tuple[np.ndarray, Columns]:
@@ -279,12 +281,14 @@ class KernelFactor:
         blocks = open_kernel(str(blocks)) if isinstance(blocks, str | Path) else blocks
         mode = getattr(blocks, "mode", "blocks")
         if mode != "blocks":
-            raise Refused(f"blocks has mode {mode}; assemble the other store's own kernel with --mode blocks (mode=)")
+            raise InvalidRequestError(
+                f"blocks has mode {mode}; assemble the other store's own kernel with --mode blocks (mode=)"
+            )
         array = np.asarray(getattr(blocks, "array", blocks), np.float64)
         if self.gram.mode == "trace" and array.ndim == 3:
             array = np.trace(array, axis1=1, axis2=2)
         if array.shape not in ((cross.n_examples, k, k), *[(cross.n_examples,)] * (k == 1)):
-            raise Refused(
+            raise InvalidRequestError(
                 f"blocks has shape {array.shape}; allowed is ({cross.n_examples}, {k}, {k}), one for each example of "
                 "cross"
             )

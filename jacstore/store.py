@@ -22,7 +22,7 @@ from jacstore import hierarchy
 from jacstore.attributes import StoreAttributes, check_store
 from jacstore.blocks import from_bfloat16
 from jacstore.bounds import compute_dtype, stored_error
-from jacstore.errors import Damaged, Incomplete, Refused
+from jacstore.errors import DamagedDataError, IncompleteError, InvalidRequestError
 from jacstore.files import Files, Folder
 from jacstore.ledger import FORMAT_VERSION, Ledger, readable, record_name
 from jacstore.pieces import ArrayLayout, FileRecord, check_file, decode, raw
@@ -79,12 +79,12 @@ class JacobianStore:
         self.report: dict[str, Any] = {}
         attributes = hierarchy.read_attributes(files, where)
         if attributes["kind"] != "store":
-            raise Refused(f"{where} is a {attributes['kind']}, not a store; give the path of a store")
+            raise InvalidRequestError(f"{where} is a {attributes['kind']}, not a store; give the path of a store")
         try:
             found = typed(StoreAttributes, attributes)
             check_store(found)
-        except Damaged as error:
-            raise Damaged(f"{where}: its attributes are damaged: {error}") from error
+        except DamagedDataError as error:
+            raise DamagedDataError(f"{where}: its attributes are damaged: {error}") from error
         self.n_examples, self.n_outputs, self.n_parameters = found.N, found.K, found.P
         self.leaves, self.operands = found.leaves, found.operands
         self.requested: dict[str, Any] = attributes["fingerprint"]
@@ -104,7 +104,7 @@ class JacobianStore:
 
     def __reduce__(self) -> tuple[Any, ...]:
         if not isinstance(self.files, Folder):
-            raise Refused(
+            raise InvalidRequestError(
                 "a store in RAM cannot go to other processes; build it on disk (--out, out=) or use "
                 "--scheduler threads (scheduler=)"
             )
@@ -218,8 +218,8 @@ class JacobianStore:
             try:
                 found = self.ledger.read("unit", unit)
                 self._check_record(unit, found)
-            except Damaged as error:
-                raise Damaged(
+            except DamagedDataError as error:
+                raise DamagedDataError(
                     f"{self.path}: the record of unit {unit} is damaged: {error}; run the same build again to "
                     "recompute this unit"
                 ) from error
@@ -232,31 +232,31 @@ class JacobianStore:
         record = typed(UnitRecord, found)
         start, stop = self.unit_range(unit)
         if (record.start, record.stop) != (start, stop):
-            raise Damaged(f"it is about examples {record.start} to {record.stop - 1}")
+            raise DamagedDataError(f"it is about examples {record.start} to {record.stop - 1}")
         expected = {
             layout.file_name((unit, *[0] * (len(layout.shape) - 2), file)): (layout, file)
             for layout in self.layouts.values()
             for file in range(layout.files_along(-1))
         }
         if set(record.files) != set(expected):
-            raise Damaged("it lists other files than those of its unit")
+            raise DamagedDataError("it lists other files than those of its unit")
         for name, facts in record.files.items():
             layout, file = expected[name]
             layout.check_record(facts, file, name)
         if not all(start <= n < stop for n in record.nonfinite_examples):
-            raise Damaged("it names examples that are not the unit's")
+            raise DamagedDataError("it names examples that are not the unit's")
 
     def require_complete(self) -> None:
         """Refuse to go on with a store that is not finished.
 
         Raises
         ------
-        Incomplete
+        IncompleteError
             With the number of missing units.
         """
         missing = self.n_units - len(self.ledger.done("unit"))
         if missing:
-            raise Incomplete(
+            raise IncompleteError(
                 f"{self.path} is incomplete: {missing} of {self.n_units} units missing; complete it by running the "
                 f"same build again: jacstore build TARGET --out {self.path}"
             )
@@ -308,7 +308,7 @@ class JacobianStore:
 
         Raises
         ------
-        Damaged
+        DamagedDataError
             Naming unit and leaf of the first piece that is missing or differs from its record.
         """
         for leaf, a, b in self._runs(first, last):
@@ -387,7 +387,7 @@ class JacobianStore:
                 continue
             try:
                 self._read_piece(name, FileRecord.piece_of(listed, index), layout, piece)
-            except Damaged as error:
+            except DamagedDataError as error:
                 self.mark(unit)
                 raise self._damaged(unit, layout.name, where[-1], str(error)) from error
             values = piece[a - unit_start : b - unit_start, ..., c - left : d - left]
@@ -421,7 +421,7 @@ class JacobianStore:
         facts: list[Any] = self.record(unit)["files"][name]
         return facts
 
-    def _damaged(self, unit: int, array: str, columns: slice, what: str) -> Damaged:
+    def _damaged(self, unit: int, array: str, columns: slice, what: str) -> DamagedDataError:
         start, stop = self.unit_range(unit)
         if array == "rows":
             places = [(f.path, f.dense) for f in self.leaves if f.dense]
@@ -429,7 +429,7 @@ class JacobianStore:
         else:
             leaves = [f.path for f in self.leaves if operand_name(array) in f.operands] or [f.path for f in self.leaves]
         named = leaves[0] if len(leaves) == 1 else f"{leaves[0]} to {leaves[-1]}"
-        return Damaged(
+        return DamagedDataError(
             f"{self.path}: unit {unit} (examples {start} to {stop - 1}), leaf {named}: {what}; "
             "run the same build again to recompute this unit"
         )
@@ -439,7 +439,7 @@ class JacobianStore:
 
         With `wrong` it recomputes the unit although its bytes are those recorded, as long as its record is the same.
         """
-        with contextlib.suppress(OSError, Refused, Damaged):
+        with contextlib.suppress(OSError, InvalidRequestError, DamagedDataError):
             if wrong:
                 self.ledger.record("suspect", unit, {"wrong": short_hash(self.record(unit))})
             elif self.files.size(record_name("suspect", unit)) is None:
@@ -447,7 +447,7 @@ class JacobianStore:
 
     def must_recompute(self, unit: int) -> bool:
         """Whether a unit that somebody left a note about is wrong: in its bytes, or as it is recorded."""
-        with contextlib.suppress(Damaged):
+        with contextlib.suppress(DamagedDataError):
             note = self.ledger.read("suspect", unit)
             if note.get("wrong") == short_hash(self.record(unit)):
                 return True
@@ -475,7 +475,7 @@ class JacobianStore:
         whole = slice(0, self.n_parameters)
         try:
             files = self.record(unit)["files"]
-        except Damaged as error:
+        except DamagedDataError as error:
             yield str(error)
             return
         expected = self.files_of(unit)
@@ -487,14 +487,14 @@ class JacobianStore:
                 record = FileRecord.from_list(self._file_facts(unit, name))
                 size = self.files.size(name)
                 if size is None:
-                    raise Damaged(f"{name} is missing")
+                    raise DamagedDataError(f"{name} is missing")
                 if size > record.size:
                     # It may be larger than memory.
-                    raise Damaged(f"{name} has {size} bytes, recorded were {record.size}")
+                    raise DamagedDataError(f"{name} has {size} bytes, recorded were {record.size}")
                 data = raw(np.empty(size, np.uint8))
                 self.files.read_into(name, [(0, data)])
                 check_file(data, record, layout, name)
-            except Damaged as error:
+            except DamagedDataError as error:
                 if error.piece is not None:
                     columns = next(itertools.islice(layout.pieces_of(at), error.piece, None))[-1]
                 yield str(self._damaged(unit, layout.name, columns, str(error)))
@@ -503,7 +503,7 @@ class JacobianStore:
         """Whether all files of a unit are there with the recorded size: cheap, sees what is missing or torn."""
         try:
             return all(self.files.size(name) == facts[0] for name, facts in self.record(unit)["files"].items())
-        except Damaged:
+        except DamagedDataError:
             return False
 
     def _whole(self, array: str) -> np.ndarray:
@@ -517,7 +517,7 @@ class JacobianStore:
             record = FileRecord.from_list(self._file_facts(unit, name)).pieces[0]
             try:
                 self._read_piece(name, record, layout, piece)
-            except Damaged as error:
+            except DamagedDataError as error:
                 self.mark(unit)
                 raise self._damaged(unit, array, slice(0, self.n_parameters), str(error)) from error
             where = next(layout.pieces_of(at))

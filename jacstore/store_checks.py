@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jacstore.bounds import norm_bound
-from jacstore.errors import Damaged, Refused
+from jacstore.errors import DamagedDataError, InvalidRequestError
 from jacstore.norms import allowance, largest_difference, stored_norms
 from jacstore.report import Check, Tally
 from jacstore.store import JacobianStore
@@ -48,10 +48,10 @@ class StoreChecks:
                 continue
             try:
                 self._facts(unit)
-            except Refused:
+            except InvalidRequestError:
                 raise
-            except (Damaged, KeyError, TypeError, ValueError, IndexError) as error:
-                what = str(error) if isinstance(error, Damaged) else f"its record lacks or garbles {error}"
+            except (DamagedDataError, KeyError, TypeError, ValueError, IndexError) as error:
+                what = str(error) if isinstance(error, DamagedDataError) else f"its record lacks or garbles {error}"
                 self._wrong(tally, unit, what)
         return tally.done()
 
@@ -66,9 +66,9 @@ class StoreChecks:
         }
         for field, value in derived.items():
             if record[field] != value:
-                raise Damaged(f"its record says {field} {record[field]}, which is {value}")
+                raise DamagedDataError(f"its record says {field} {record[field]}, which is {value}")
         if not isinstance(record["nonfinite_examples"], list):
-            raise Damaged("its record does not list examples that hold NaN or infinity")
+            raise DamagedDataError("its record does not list examples that hold NaN or infinity")
 
     def _wrong(self, tally: Tally, unit: int, what: str) -> None:
         start, stop = self.store.unit_range(unit)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jacstore.errors import Refused
+from jacstore.errors import InvalidRequestError
 from jacstore.plan import IO_THREADS, MAX_FILES
 
 # A file of 64 MB keeps 300 GB within 5,000 files; a piece of at most 1 MB is checked and copied inside the cache.
@@ -104,7 +104,7 @@ def plan_store(
         factor_files=factor_files,
     )
     if plan.n_files > 4 * MAX_FILES:
-        raise Refused(
+        raise InvalidRequestError(
             f"units of {unit_size} examples would make {plan.n_files:,} files; at most {4 * MAX_FILES:,} are allowed: "
             "give a larger --unit-size (unit_size=)"
         )

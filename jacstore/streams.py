@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jacstore.errors import Refused
+from jacstore.errors import InvalidRequestError
 from jacstore.panels import Held, Panel
 from jacstore.store import JacobianStore
 
@@ -47,7 +47,7 @@ def chosen_examples(n_examples: int, examples: Any) -> np.ndarray:
 
     Raises
     ------
-    Refused
+    InvalidRequestError
         If there is none, or one that the store does not have.
     """
     allowed = f"allowed are a slice, integers below {n_examples}, or {n_examples} booleans; change examples="
@@ -56,13 +56,13 @@ def chosen_examples(n_examples: int, examples: Any) -> np.ndarray:
     else:
         index = np.asarray(examples)
         if index.ndim != 1 or index.dtype.kind not in "iub":
-            raise Refused(f"examples is {index.dtype} of shape {index.shape}; {allowed}")
+            raise InvalidRequestError(f"examples is {index.dtype} of shape {index.shape}; {allowed}")
     try:
         found = np.arange(n_examples)[index]
     except (IndexError, TypeError, ValueError) as error:
-        raise Refused(f"examples: {error}; {allowed}") from error
+        raise InvalidRequestError(f"examples: {error}; {allowed}") from error
     if not len(found):
-        raise Refused(f"examples names no example; {allowed}")
+        raise InvalidRequestError(f"examples names no example; {allowed}")
     return found
 
 

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from jacstore.blame import one_line
-from jacstore.errors import JacstoreError, Refused
+from jacstore.errors import InvalidRequestError, JacstoreError
 from jacstore.problem import Problem
 from jacstore.torch_problem import TorchProblem
 
@@ -32,7 +32,7 @@ def load_target(text: str) -> Problem | TorchProblem:
 
     Raises
     ------
-    Refused
+    InvalidRequestError
         If the file, module or name is missing, is no Problem, or raises; the text names file and line.
     """
     where, name = _parts(text)
@@ -40,7 +40,7 @@ def load_target(text: str) -> Problem | TorchProblem:
     path = Path(where).absolute()
     # Of a name that is too long Path.is_file raises.
     if is_file and not os.path.isfile(path):
-        raise Refused(f"target {text!r}: there is no file {where}; {_ALLOWED}")
+        raise InvalidRequestError(f"target {text!r}: there is no file {where}; {_ALLOWED}")
     with _importable(path.parent if is_file else Path.cwd()), _naming(text):
         module = _run_file(path) if is_file else _import(where, text)
         return _problem(module, name, text)
@@ -54,7 +54,7 @@ def _parts(text: str) -> tuple[str, str]:
     if not colon or os.sep in name or name.endswith(".py"):
         where, name = text, DEFAULT_NAME
     if not where or not name.isidentifier():
-        raise Refused(f"target {text!r} names nothing; {_ALLOWED}")
+        raise InvalidRequestError(f"target {text!r} names nothing; {_ALLOWED}")
     return where, name
 
 
@@ -74,13 +74,13 @@ def _naming(text: str) -> Iterator[None]:
     try:
         yield
     except _Wrong as error:
-        raise Refused(str(error)) from error.__cause__
+        raise InvalidRequestError(str(error)) from error.__cause__
     except (Exception, SystemExit) as error:
-        raise Refused(f"target {text!r} raised {one_line(error)}; change that line, or TARGET") from error
+        raise InvalidRequestError(f"target {text!r} raised {one_line(error)}; change that line, or TARGET") from error
 
 
 class _Wrong(JacstoreError):
-    """What `load_target` itself objects to, apart from a Refused raised by the user's lines."""
+    """What `load_target` itself objects to, apart from an InvalidRequestError raised by the user's lines."""
 
 
 def _run_file(path: Path) -> ModuleType:

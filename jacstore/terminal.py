@@ -20,7 +20,7 @@ from typing import Any
 import click
 
 from jacstore import leaving
-from jacstore.errors import Damaged, JacstoreError, Refused, one_line, printable
+from jacstore.errors import DamagedDataError, InvalidRequestError, JacstoreError, one_line, printable
 from jacstore.progress import BatchDone, Event, ItemDone, Noted, SlabDone, Started, UnitDone, Waiting
 
 SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1")
@@ -120,7 +120,7 @@ class Words(click.Choice):
         if value in self.choices:
             return value
         flag, keyword = (param.opts[0], f" ({param.name}=)") if param is not None else ("value", "")
-        raise Refused(f"{flag} {value}: allowed are {', '.join(self.choices)}{keyword}")
+        raise InvalidRequestError(f"{flag} {value}: allowed are {', '.join(self.choices)}{keyword}")
 
 
 class OneLineErrors(click.Group):
@@ -184,7 +184,7 @@ def run(
         said = json.dumps(_plain(report)) if shared.as_json else text(report)
         click.echo("\n".join(printable(line) for line in said.split("\n")))
         if judge(report):
-            raise Damaged(judge(report))
+            raise DamagedDataError(judge(report))
     except JacstoreError as error:
         lines.close()
         _fail(error, error.exit_code, shared.debug, stop)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jacstore.bounds import ROUNDOFF, SIGMAS, product_bound, rounding_error, squares_bound
-from jacstore.errors import Damaged
+from jacstore.errors import DamagedDataError
 from jacstore.kernel import Kernel
 from jacstore.norms import Diagonal, diagonal_of, longest_sum
 from jacstore.products import Found, Wanted
@@ -106,7 +106,7 @@ class TileChecks:
         where = f"{self.kernel.path}: {self.kernel.named(self.index, i, j)}"
         try:
             tile, mirror = self.kernel.checked_tile(self.index, i, j)
-        except Damaged as error:
+        except DamagedDataError as error:
             self.tallies["checksums"].fault(f"{where}: {error}; run the same gram again to recompute this tile")
             self._wrong(i, j, False)
             return

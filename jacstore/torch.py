@@ -26,7 +26,7 @@ except ModuleNotFoundError as error:
 from jacstore import hierarchy, machine
 from jacstore.attributes import DTYPES
 from jacstore.builder import LAYOUTS
-from jacstore.errors import Interrupted, Mismatch, ProbeFailed, Refused
+from jacstore.errors import InvalidFunctionError, InvalidRequestError, RequestMismatchError, RunInterruptedError
 from jacstore.files import Folder
 from jacstore.inputs import Arrays, Dataset, is_dataset, is_table
 from jacstore.machine import format_size
@@ -82,24 +82,26 @@ def build(
 
     Raises
     ------
-    Refused
+    InvalidRequestError
         For anything that the caller must change; nothing finished is lost.
     """
     started = time.perf_counter()
     for name, given, allowed in (("dtype", dtype, DTYPES), ("layout", layout, LAYOUTS)):
         if given not in allowed:
-            raise Refused(f"{name}={given}: allowed are {', '.join(allowed)}")
+            raise InvalidRequestError(f"{name}={given}: allowed are {', '.join(allowed)}")
     if isinstance(module, TorchProblem):
         if inputs is not None or outputs != "all":
-            raise Refused("module is a TorchProblem, which holds inputs and outputs; leave out inputs= and outputs=")
+            raise InvalidRequestError(
+                "module is a TorchProblem, which holds inputs and outputs; leave out inputs= and outputs="
+            )
         inputs, outputs, network_of = module.inputs, module.outputs, module.module
     elif inputs is None:
-        raise Refused("inputs is missing; give the examples of the module (inputs=), or a TorchProblem")
+        raise InvalidRequestError("inputs is missing; give the examples of the module (inputs=), or a TorchProblem")
     else:
         network_of = module
     source = source_of(inputs)
     if source.n_examples == 0:
-        raise Refused("inputs holds 0 examples; at least 1 is needed; change inputs=")
+        raise InvalidRequestError("inputs holds 0 examples; at least 1 is needed; change inputs=")
     budget = machine.default_memory(memory)
     options: dict[str, Any] = {
         "layout": layout,
@@ -202,7 +204,7 @@ def _otherwise(found: Differs, passes: TorchPass, writer: StoreWriter, part: tup
     if generic and not passes.mapped:
         passes.refuse_generic(generic, found.example)
     if part != (1, 1) or writer.store.ledger.done("unit"):
-        raise ProbeFailed(
+        raise InvalidFunctionError(
             f"parameter {min(found.names)!r} is used otherwise by example {found.example} than by those that are "
             "stored; store its rows, which autograd gives one example at a time: layout='dense' with overwrite=True"
         )
@@ -249,7 +251,7 @@ def _run(
             writing = pool.submit(unit.write)
         times["seconds_write"] += writing.result() if writing else 0.0
     if stopped:
-        raise Interrupted(
+        raise RunInterruptedError(
             f"interrupted; finished work is kept, {len(writer.missing)} of {len(writer.units)} units missing"
         )
     return {**times, "seconds_audit": audit.seconds, "examples_audited": audit.examples}
@@ -260,7 +262,7 @@ def _refuse_small_memory(writer: StoreWriter, passes: TorchPass, budget: int) ->
     units = 2 * (store.bytes_decoded // store.n_examples * store.unit_size)
     on_host = passes.bytes_needed if passes.network.device.type == "cpu" else 0
     if writer.missing and units + on_host > budget - writer.files.bytes_held:
-        raise Refused(
+        raise InvalidRequestError(
             f"memory={budget:,}: two units of {store.unit_size} example(s) take {format_size(units)} and a batch of "
             f"{passes.batch_size} about {format_size(on_host)}; give more memory (memory=), a smaller batch_size= or "
             "unit_size="
@@ -277,7 +279,7 @@ def _refuse_other_results(writer: StoreWriter, passes: TorchPass, source: Arrays
         start, _ = store.unit_range(unit)
         kept = torch.from_numpy(store.outputs[start])
         if not close(passes.outputs(source.read(start, start + 1)).to(kept), kept, passes.network.lowest):
-            raise Mismatch(
+            raise RequestMismatchError(
                 f"{store.path} was built from another request (function: outputs of example {start} changed); give the "
                 "same module, choose another folder (out=), or start over with overwrite=True"
             )

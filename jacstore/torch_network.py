@@ -21,7 +21,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from jacstore.blame import kind_of, naming
-from jacstore.errors import ProbeFailed, Refused
+from jacstore.errors import InvalidFunctionError, InvalidRequestError
 from jacstore.outputs import checked_outputs, count_chosen
 from jacstore.probes import perturbed
 from jacstore.pytrees import paths_and_leaves
@@ -48,21 +48,25 @@ class Network:
 
     def __init__(self, module: nn.Module, outputs: str | Sequence[int], float64: bool) -> None:
         if not isinstance(module, nn.Module):
-            raise Refused(f"module is a {kind_of(module)}; it has to be a torch.nn.Module; change module=")
+            raise InvalidRequestError(f"module is a {kind_of(module)}; it has to be a torch.nn.Module; change module=")
         self.module, self.outputs = module, checked_outputs(outputs)
         self.selected: dict[str, torch.Tensor] = {}
         self.rest: dict[str, torch.Tensor] = {}
         self.left_out: list[tuple[str, str]] = []
         for name, parameter in module.named_parameters():
             if parameter.is_complex():
-                raise Refused(f"parameter {name!r} is {parameter.dtype}; parameters have to be real; change module=")
+                raise InvalidRequestError(
+                    f"parameter {name!r} is {parameter.dtype}; parameters have to be real; change module="
+                )
             if parameter.requires_grad:
                 self.selected[name] = _plain(parameter, float64)
             else:
                 self.rest[name] = _plain(parameter, float64)
                 self.left_out.append((path_of(name), "requires_grad is False"))
         if not sum(value.numel() for value in self.selected.values()):
-            raise Refused("module has no parameter with requires_grad (P = 0); at least one is needed; change module=")
+            raise InvalidRequestError(
+                "module has no parameter with requires_grad (P = 0); at least one is needed; change module="
+            )
         self.rest |= {name: _plain(buffer, float64) for name, buffer in module.named_buffers()}
         first = next(iter(self.selected.values()))
         self.dtype, self.device = first.dtype, first.device
@@ -155,18 +159,18 @@ def _flattened(output: Any, count: int) -> torch.Tensor:
     for path, leaf in paths_and_leaves(_as_tree(output)):
         if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
             kind = leaf.dtype if isinstance(leaf, torch.Tensor) else kind_of(leaf)
-            raise Refused(
+            raise InvalidRequestError(
                 f"module returned output {path!r} of type {kind}; outputs have to be floating tensors, or tuples or "
                 "dicts of them; wrap the module"
             )
         if leaf.shape[:1] != (count,):
-            raise Refused(
+            raise InvalidRequestError(
                 f"module returned output {path!r} of shape {tuple(leaf.shape)} for a batch of {count}; the first axis "
                 f"has to be {count}; wrap the module"
             )
         parts.append(leaf.reshape(count, -1))
     if not sum(part.shape[1] for part in parts):
-        raise Refused("module returned no outputs (K = 0); at least one is needed; change module=")
+        raise InvalidRequestError("module returned no outputs (K = 0); at least one is needed; change module=")
     return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
 
@@ -213,7 +217,7 @@ def refuse_training(module: nn.Module) -> None:
         drops = isinstance(rate, (int, float)) and rate > 0
         if isinstance(layer, coupling) or drops:
             what = "couples the examples of a batch" if isinstance(layer, coupling) else "draws noise"
-            raise ProbeFailed(
+            raise InvalidFunctionError(
                 f"layer {name or '.'!r} ({kind_of(layer)}) is in training mode, where it {what}; call module.eval()"
             )
 
@@ -223,7 +227,7 @@ def probe(network: Network, example: Any) -> int:
 
     Raises
     ------
-    ProbeFailed
+    InvalidFunctionError
         Naming what is wrong and what to change.
     """
     refuse_training(network.module)
@@ -235,16 +239,16 @@ def probe(network: Network, example: Any) -> int:
         finite = all(np.isfinite(leaf).all() for leaf in leaves_of(example) if leaf.dtype.kind == "f")
         if finite and not torch.isfinite(once).all():
             k = int(torch.isfinite(once).int().argmin())
-            raise ProbeFailed(f"output {k} of example 0 is {once[k]}, its input is finite; change module=")
+            raise InvalidFunctionError(f"output {k} of example 0 is {once[k]}, its input is finite; change module=")
         if not close(once, again, network.lowest):
-            raise ProbeFailed(
+            raise InvalidFunctionError(
                 "outputs change from call to call (dropout? noise?); they have to depend on parameters and example "
                 "alone; call module.eval()"
             )
         pair = mapped(lambda leaf: np.stack([leaf, perturbed(leaf)]), example)
         beside = network.batch(network.tensors(pair))[0]
     if not (once.shape == beside.shape and close(once, beside, network.lowest)):
-        raise ProbeFailed(
+        raise InvalidFunctionError(
             "outputs depend on the other examples of the batch (BatchNorm without running statistics?); they have to "
             "depend on one example; call module.eval() or change module="
         )

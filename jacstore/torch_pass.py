@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from jacstore.contraction import squared_norms
-from jacstore.errors import ProbeFailed, Refused
+from jacstore.errors import InvalidFunctionError, InvalidRequestError
 from jacstore.inputs import Arrays, Dataset
 from jacstore.jacobian import LARGEST_BATCH, BatchRows
 from jacstore.terms import expand
@@ -103,7 +103,7 @@ class TorchPass:
                 _, held, generic = self._first_values(examples, truth.cotangent[None])
         except Varies as error:
             return error.names
-        except Refused:
+        except InvalidRequestError:
             # What cannot be followed, such as a pass that is computed again for its gradient, is left to autograd.
             if not self.cut.layers:
                 raise
@@ -134,7 +134,7 @@ class TorchPass:
         """Raise where even rows of `torch.func` or autograd are not the gradient."""
         wrong = names & set(self.cut.generic)
         if wrong:
-            raise ProbeFailed(
+            raise InvalidFunctionError(
                 f"parameter {min(wrong)!r} has other gradients by torch.func than by autograd at example {example}; do "
                 "not detach it or change it in place in module="
             )
@@ -143,7 +143,7 @@ class TorchPass:
         """Values of the first examples, mapped over them if that can be."""
         try:
             return self._values(examples, cotangents)
-        except (Refused, Varies):
+        except (InvalidRequestError, Varies):
             raise
         except Exception:
             if not self.mapped:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jacstore.blocks import UnitBlock
-from jacstore.errors import JacstoreError, Mismatch
+from jacstore.errors import JacstoreError, RequestMismatchError
 from jacstore.jacobian import BatchRows
 from jacstore.row_check import RowCheck
 from jacstore.store import operand_array
@@ -129,7 +129,7 @@ def refuse_other_inputs(writer: StoreWriter, read: Callable[[int, int], Any]) ->
     for unit in sorted(chosen):
         start, stop = store.unit_range(unit)
         if hash_inputs(read, start, stop, REHASHED_AT_ONCE) != store.record(unit).get("inputs"):
-            raise Mismatch(
+            raise RequestMismatchError(
                 f"{store.path} was built from another request (inputs: examples {start} to {stop - 1} changed); "
                 "give the same inputs, choose another --out (out=), or start over with --overwrite (overwrite=True)"
             )

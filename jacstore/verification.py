@@ -17,7 +17,7 @@ import numpy as np
 
 from jacstore import hierarchy, machine
 from jacstore.assembly import gram, open_path, require_plan_of
-from jacstore.errors import Damaged, JacstoreError, Refused
+from jacstore.errors import DamagedDataError, InvalidRequestError, JacstoreError
 from jacstore.kernel import Kernel
 from jacstore.kernel_checks import KernelChecks
 from jacstore.problem import Problem
@@ -67,7 +67,7 @@ def verify(
 
     Raises
     ------
-    Refused
+    InvalidRequestError
         If there is no store or kernel, or the arguments do not fit it.
     """
     started = time.perf_counter()
@@ -77,11 +77,15 @@ def verify(
     draw = np.random.default_rng()
     if isinstance(found, JacobianStore):
         if store is not None:
-            raise Refused("--store: a store is verified by --target (problem=); --store (store=) is for kernels")
+            raise InvalidRequestError(
+                "--store: a store is verified by --target (problem=); --store (store=) is for kernels"
+            )
         checks, marked = _verify_store(found, problem, samples, full, budget, draw)
     else:
         if problem is not None:
-            raise Refused("--target: a kernel is verified by its store (--store, store=); verify the store by --target")
+            raise InvalidRequestError(
+                "--target: a kernel is verified by its store (--store, store=); verify the store by --target"
+            )
         checks, marked = _verify_kernel(found, store, samples, full, budget, draw)
     return Report(
         path=found.path,
@@ -157,7 +161,7 @@ def _stores_of(kernel: Kernel, given: Stores | None) -> tuple[list[JacobianStore
         one = isinstance(given, JacobianStore | str | Path)
         places = [given] if one else list(given)  # type: ignore[arg-type, list-item]
     if len(places) != len(wanted):
-        raise Refused(f"--store: {len(places)} given, {kernel.path} was made from {len(wanted)} (store=)")
+        raise InvalidRequestError(f"--store: {len(places)} given, {kernel.path} was made from {len(wanted)} (store=)")
     stores = []
     for place, identity in zip(places, wanted, strict=True):
         try:
@@ -165,7 +169,7 @@ def _stores_of(kernel: Kernel, given: Stores | None) -> tuple[list[JacobianStore
             assert isinstance(store, JacobianStore)
             store.require_complete()
             same = store.identity() == identity
-        except Refused as error:
+        except InvalidRequestError as error:
             if given is not None:
                 raise
             return None, skipped("store", f"{error}; if it was moved say where it is (--store, store=)")
@@ -177,7 +181,7 @@ def _stores_of(kernel: Kernel, given: Stores | None) -> tuple[list[JacobianStore
         stores.append(store)
     try:
         require_plan_of(kernel, stores[0], stores[1] if len(stores) > 1 else None)
-    except Damaged as error:
+    except DamagedDataError as error:
         return None, Check(name="store", state=FAILED, where=str(error))
     return stores, Check(name="store", state=OK, where=", ".join(store.path for store in stores))
 
@@ -195,7 +199,7 @@ def _every_entry(checks: KernelChecks, memory: int) -> Check:
     options: dict[str, Any] = {"precision": "float64", "engine": "blas", "tile": tile, "memory": memory}
     try:
         again = gram(checks.stores[0], other, None, mode=kernel.mode, by_leaf=bool(kernel.leaves), **options)
-    except Damaged as error:
+    except DamagedDataError as error:
         tally.fault(str(error))
         return tally.done()
     for (index, i, j), figure, bound in checks.differences(again):

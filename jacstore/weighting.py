@@ -19,7 +19,7 @@ from scipy.special import softmax
 from jacstore.bounds import ROUNDOFF
 from jacstore.dense import PRODUCTS, Gram
 from jacstore.described import described
-from jacstore.errors import Refused
+from jacstore.errors import InvalidRequestError
 from jacstore.kernel import Kernel, open_kernel
 from jacstore.likelihoods import LIKELIHOODS
 
@@ -32,10 +32,12 @@ def likelihood_roots(outputs: Any, likelihood: str = "softmax") -> np.ndarray:
     softmax: `diag(sqrt p) - p sqrt(p)ᵀ`; gaussian, of unit variance: the identity.
     """
     if likelihood not in LIKELIHOODS:
-        raise Refused(f"likelihood={likelihood!r}: allowed are {', '.join(LIKELIHOODS)}")
+        raise InvalidRequestError(f"likelihood={likelihood!r}: allowed are {', '.join(LIKELIHOODS)}")
     values = np.asarray(outputs, np.float64)
     if values.ndim != 2 or not np.isfinite(values).all():
-        raise Refused(f"outputs of shape {values.shape}; allowed are finite numbers (N, K), such as store.outputs")
+        raise InvalidRequestError(
+            f"outputs of shape {values.shape}; allowed are finite numbers (N, K), such as store.outputs"
+        )
     if likelihood == "gaussian":
         return np.broadcast_to(np.eye(values.shape[1]), (*values.shape, values.shape[1]))
     p = softmax(values, axis=1)
@@ -64,15 +66,15 @@ def weighted(kernel: Any, outputs: Any, likelihood: str = "softmax", sides: str 
     Immer, Korzepa, Bauer 2021, arXiv:2008.08400.
     """
     if sides not in SIDES:
-        raise Refused(f"sides={sides!r}: allowed are {', '.join(SIDES)}")
+        raise InvalidRequestError(f"sides={sides!r}: allowed are {', '.join(SIDES)}")
     roots = likelihood_roots(outputs, likelihood)
     examples, k, _ = roots.shape
     gram = Gram(kernel, None if getattr(kernel, "mode", None) else k)
     if gram.mode != "full" or gram.n_outputs != k:
-        raise Refused(f"{gram.where} has mode {gram.mode} and {gram.n_outputs} outputs; needed: full, {k}")
+        raise InvalidRequestError(f"{gram.where} has mode {gram.mode} and {gram.n_outputs} outputs; needed: full, {k}")
     axes = {"both": (0, 1), "columns": (1,), "rows": (0,)}[sides]
     if any(gram.shape[axis] != examples * k for axis in axes):
-        raise Refused(
+        raise InvalidRequestError(
             f"{gram.where} is {gram.shape} and outputs are of {examples} examples x {k}; change sides= or both"
         )
     array = da.asarray(gram.array)
@@ -103,21 +105,21 @@ def with_precisions(kernel: Any, precisions: Mapping[str, float]) -> da.Array:
 
     Raises
     ------
-    Refused
+    InvalidRequestError
         Naming leaves without a precision, groups without a leaf, or a precision that is not positive.
     """
     kernel = kernel if isinstance(kernel, Kernel) else open_kernel(str(kernel))
     if not kernel.leaves:
-        raise Refused(f"{kernel.path} is one sum over all leaves; assemble with --by-leaf (by_leaf=True)")
+        raise InvalidRequestError(f"{kernel.path} is one sum over all leaves; assemble with --by-leaf (by_leaf=True)")
     for group, value in precisions.items():
         if not 0 < value < np.inf:
-            raise Refused(f"precisions[{group!r}] = {value}: must be a finite number above 0")
+            raise InvalidRequestError(f"precisions[{group!r}] = {value}: must be a finite number above 0")
         if not any(_within(path, group) for path in kernel.leaves):
-            raise Refused(f"precisions[{group!r}]: no leaf begins so; there are {', '.join(kernel.leaves)}")
+            raise InvalidRequestError(f"precisions[{group!r}]: no leaf begins so; there are {', '.join(kernel.leaves)}")
     groups = {path: [group for group in precisions if _within(path, group)] for path in kernel.leaves}
     missing = [path for path, found in groups.items() if not found]
     if missing:
-        raise Refused(f"precisions= names no precision of {', '.join(missing)}; every leaf needs one")
+        raise InvalidRequestError(f"precisions= names no precision of {', '.join(missing)}; every leaf needs one")
     arrays = kernel.leaf_arrays
     found = reduce(add, (arrays[path].astype(np.float64) / precisions[max(groups[path], key=len)] for path in groups))
     roundoff = max(ROUNDOFF[kernel.dtype.name], PRODUCTS[kernel.precision])

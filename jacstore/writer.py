@@ -18,7 +18,7 @@ import numpy as np
 from jacstore import hierarchy, machine
 from jacstore.attributes import DTYPES
 from jacstore.blocks import UnitBlock, from_bfloat16, storage_dtype
-from jacstore.errors import Mismatch, NonFinite, Refused
+from jacstore.errors import InvalidRequestError, NonFiniteError, RequestMismatchError
 from jacstore.files import Files, Folder, Memory
 from jacstore.ledger import Lock, compare_requested, sweep
 from jacstore.machine import format_size
@@ -87,15 +87,15 @@ class StoreWriter:
         self.leaves, self.operands = _as_leaves(leaves), tuple(operands)
         unknown = {name for leaf in self.leaves for name in leaf.operands} - {o.name for o in self.operands}
         if unknown:
-            raise Refused(f"leaves name the operand {min(unknown)!r}, which operands= does not describe")
+            raise InvalidRequestError(f"leaves name the operand {min(unknown)!r}, which operands= does not describe")
         budget = machine.default_memory(memory)
         if dtype not in DTYPES:
-            raise Refused(f"--dtype {dtype}: allowed are {', '.join(DTYPES)} (dtype=)")
+            raise InvalidRequestError(f"--dtype {dtype}: allowed are {', '.join(DTYPES)} (dtype=)")
         if codec not in CODECS:
-            raise Refused(f"--codec {codec}: allowed are {', '.join(CODECS)} (codec=)")
+            raise InvalidRequestError(f"--codec {codec}: allowed are {', '.join(CODECS)} (codec=)")
         n_parameters = sum(leaf.size for leaf in self.leaves)
         if not (_counts(n_examples) and _counts(n_outputs) and n_parameters):
-            raise Refused(
+            raise InvalidRequestError(
                 f"{n_examples} examples x {n_outputs} outputs x {n_parameters} parameters; allowed are integers of at "
                 "least 1 (n_examples=, n_outputs=, leaves=)"
             )
@@ -214,9 +214,9 @@ class StoreWriter:
 
         Raises
         ------
-        Refused
+        InvalidRequestError
             If the unit is not one of this writer's or is finished already, or an array has the wrong shape.
-        NonFinite
+        NonFiniteError
             If a row holds NaN or infinity, naming the examples.
         """
         unit = self._unit_to_write(start)
@@ -227,7 +227,7 @@ class StoreWriter:
         else:
             norms, proven = _shaped(norms, "norms", (count, self.store.n_outputs, len(self.leaves))), False
             if norms.min(initial=0) < 0:
-                raise Refused(f"norms: {norms.min():.3g}; they are squares, at least 0 (norms=)")
+                raise InvalidRequestError(f"norms: {norms.min():.3g}; they are squares, at least 0 (norms=)")
         if outputs is None:
             outputs = np.full((count, self.store.n_outputs), np.nan)
         else:
@@ -305,12 +305,14 @@ class StoreWriter:
     def _unit_to_write(self, start: int) -> int:
         """The unit that begins at an example, if it is this writer's to write."""
         if not self._entered:
-            raise Refused("units are written under a lock: use `with StoreWriter(...) as writer`")
+            raise InvalidRequestError("units are written under a lock: use `with StoreWriter(...) as writer`")
         unit, rest = divmod(start, self.store.unit_size)
         if rest or unit not in self.units:
-            raise Refused(f"start {start}: no unit of this writer begins there; `missing` lists those to write")
+            raise InvalidRequestError(
+                f"start {start}: no unit of this writer begins there; `missing` lists those to write"
+            )
         if unit in self._done:
-            raise Refused(
+            raise InvalidRequestError(
                 f"examples {start} to {self.store.unit_range(unit)[1] - 1} are stored already; `missing` lists the rest"
             )
         return unit
@@ -318,10 +320,12 @@ class StoreWriter:
     def _check_arrays(self, rows: Mapping[str, Any], count: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """Rows of leaves `(n, K, size)` and operands, each of the right shape and kind."""
         if not isinstance(rows, Mapping):
-            raise Refused(f"rows of type {type(rows).__name__}; allowed is a mapping from leaves to arrays (rows=)")
+            raise InvalidRequestError(
+                f"rows of type {type(rows).__name__}; allowed is a mapping from leaves to arrays (rows=)"
+            )
         unknown = sorted(set(rows) - {leaf.path for leaf in self.leaves})
         if unknown:
-            raise Refused(
+            raise InvalidRequestError(
                 f"leaf {unknown[0]!r}: not a leaf of this store; leaves are {[f.path for f in self.leaves][:5]}"
             )
         k, arrays, factors = self.store.n_outputs, {}, {}
@@ -331,35 +335,41 @@ class StoreWriter:
             given = rows.get(leaf.path, None if leaf.dense else {})
             if leaf.dense:
                 if given is None or isinstance(given, Mapping):
-                    raise Refused(f"leaf {leaf.path!r}: no rows given; it needs an array (n, K, *shape)")
+                    raise InvalidRequestError(f"leaf {leaf.path!r}: no rows given; it needs an array (n, K, *shape)")
                 array = self._checked(f"leaf {leaf.path!r}: rows", given, (count, k, *leaf.shape))
                 arrays[leaf.path] = array.reshape(count, k, leaf.size)
                 continue
             if not isinstance(given, Mapping):
-                raise Refused(f"leaf {leaf.path!r} is stored by factors: give a mapping with {list(leaf.operands)}")
+                raise InvalidRequestError(
+                    f"leaf {leaf.path!r} is stored by factors: give a mapping with {list(leaf.operands)}"
+                )
             for name, values in given.items():
                 if name not in leaf.operands:
-                    raise Refused(f"leaf {leaf.path!r}: {name!r} is not one of its operands {list(leaf.operands)}")
+                    raise InvalidRequestError(
+                        f"leaf {leaf.path!r}: {name!r} is not one of its operands {list(leaf.operands)}"
+                    )
                 what = f"leaf {leaf.path!r}: operand {name!r}"
                 factors[name] = self._checked(what, values, shapes[name], integers=roles[name] == "ids")
         missing = [o.name for o in self.operands if o.name not in factors]
         if missing:
-            raise Refused(f"operand {missing[0]!r} is not given; every operand is needed, with one of its leaves")
+            raise InvalidRequestError(
+                f"operand {missing[0]!r} is not given; every operand is needed, with one of its leaves"
+            )
         return arrays, factors
 
     def _checked(self, what: str, given: Any, wanted: tuple[int, ...], integers: bool = False) -> np.ndarray:
         if np.ma.isMaskedArray(given):
-            raise Refused(f"{what} is a masked array, whose mask would be lost; fill it")
+            raise InvalidRequestError(f"{what} is a masked array, whose mask would be lost; fill it")
         array = np.asarray(given)
         if array.shape != wanted:
-            raise Refused(f"{what} of shape {array.shape}, allowed is {wanted}")
+            raise InvalidRequestError(f"{what} of shape {array.shape}, allowed is {wanted}")
         if integers:
             if array.dtype.kind not in "iu":
-                raise Refused(f"{what} of type {array.dtype}, allowed are integers")
+                raise InvalidRequestError(f"{what} of type {array.dtype}, allowed are integers")
             return array.astype(np.int32)
         bits = array.dtype == np.uint16
         if bits != (bits and self.dtype == "bfloat16") or not (array.dtype.kind in "fiub" or _is_bfloat16(array)):
-            raise Refused(f"{what} of type {array.dtype}, allowed are real numbers ({self.dtype})")
+            raise InvalidRequestError(f"{what} of type {array.dtype}, allowed are real numbers ({self.dtype})")
         if _is_bfloat16(array):
             array = array.view(np.uint16) if self.dtype == "bfloat16" else array.astype(np.float32)
         return array
@@ -410,7 +420,7 @@ class StoreWriter:
                     norms[n, :, index] = np.square(row, dtype=np.float64).sum(-1)
         if bad and not self.allow_nonfinite:
             shown = ", ".join(map(str, bad[:10])) + (" and others" if len(bad) > 10 else "")
-            raise NonFinite(
+            raise NonFiniteError(
                 f"rows of example(s) {shown} hold NaN or infinity as {self.dtype}; mend or leave out those inputs, "
                 "choose a wider --dtype (dtype=), or store them with --allow-nonfinite (allow_nonfinite=True)"
             )
@@ -509,7 +519,7 @@ def refuse_small_disk(where: str, plan: StorePlan) -> None:
     free = machine.free_disk(where)
     # Compression seldom halves float rows, and less can be promised of none.
     if plan.bytes_stored > free:
-        raise Refused(
+        raise InvalidRequestError(
             f"{where}: rows take {format_size(plan.bytes_stored)}, its disk has {format_size(free)} free; "
             "choose another disk (--out, out=), --dtype bfloat16 (dtype=) or fewer examples (--examples A:B, examples=)"
         )
@@ -524,7 +534,9 @@ def _shaped(given: np.ndarray, name: str, wanted: tuple[int, ...]) -> np.ndarray
     """A real array of the wanted shape."""
     array = np.asarray(given)
     if array.shape != wanted or array.dtype.kind not in "fiub":
-        raise Refused(f"{name}: {array.dtype} of shape {array.shape}, allowed are real numbers of shape {wanted}")
+        raise InvalidRequestError(
+            f"{name}: {array.dtype} of shape {array.shape}, allowed are real numbers of shape {wanted}"
+        )
     return array.astype(np.float64) if name == "norms" else array
 
 
@@ -603,18 +615,18 @@ def require_same(
 
     Raises
     ------
-    Mismatch
+    RequestMismatchError
         Naming what differs.
     """
     compare_requested(store.path, store.requested, wanted)
     if [leaf.terms for leaf in store.leaves] != [leaf.terms for leaf in leaves]:
-        raise Mismatch(
+        raise RequestMismatchError(
             f"{store.path}: its leaves are stored by other terms than these versions of jacstore and JAX find (it was "
             f"begun with JAX {store.versions.get('jax')}); use the first versions, or start over with --overwrite "
             "(overwrite=True)"
         )
     if unit_size is not None and min(unit_size, store.n_examples) != store.unit_size:
-        raise Mismatch(
+        raise RequestMismatchError(
             f"{store.path}: unit_size: {store.unit_size} -> {min(unit_size, store.n_examples)}; repeat the first "
             "--unit-size (unit_size=) or start over with --overwrite (overwrite=True)"
         )
@@ -626,10 +638,12 @@ def _as_leaves(given: Sequence[Any] | Mapping[str, tuple[int, ...]]) -> tuple[Le
         return tuple(entries)
     for path, shape in entries:
         if not all(isinstance(n, int | np.integer) and n >= 0 for n in shape):
-            raise Refused(f"leaf {path!r} of shape {tuple(shape)}; allowed are integers of at least 0 (leaves=)")
+            raise InvalidRequestError(
+                f"leaf {path!r} of shape {tuple(shape)}; allowed are integers of at least 0 (leaves=)"
+            )
     leaves = dense_leaves([(str(path), tuple(int(n) for n in shape), "float32") for path, shape in entries])
     if len({leaf.path for leaf in leaves}) < len(leaves):
-        raise Refused("leaves: two have the same path; each needs its own")
+        raise InvalidRequestError("leaves: two have the same path; each needs its own")
     return leaves
 
 

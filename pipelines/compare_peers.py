@@ -35,7 +35,7 @@ from matplotlib.figure import Figure
 
 import headline
 from common import leave, table
-from jacstore.errors import Refused
+from jacstore.errors import InvalidRequestError
 from jacstore.machine import available_memory, format_size, parse_size
 from peers.child import PATIENCE, Child, Measured, Setting, check_kernel
 
@@ -285,7 +285,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     n = given.examples or (16 if given.small else EXAMPLES[given.net])
     blocks = [b for b in given.blocks or ((8, 16) if given.small else BLOCKS[given.net]) if n % b == 0]
     if not blocks:
-        raise Refused(f"--blocks {given.blocks}: allowed are sizes that divide the {n} examples (--examples)")
+        raise InvalidRequestError(
+            f"--blocks {given.blocks}: allowed are sizes that divide the {n} examples (--examples)"
+        )
     memory = parse_size(given.memory, "--memory") or available_memory() * 2 // 3
     interpreters = {"jacstore": sys.executable, "neural-tangents": given.neural_tangents, "torch.func": given.torch}
     given.out.mkdir(parents=True, exist_ok=True)
@@ -319,7 +321,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         comparison.measured.sort(key=lambda m: wanted.index(m.setting))
         finals = comparison.finals()
         if not finals or finals[0].tool != "jacstore":
-            raise Refused(
+            raise InvalidRequestError(
                 f"jacstore itself failed ({comparison.measured[0].remark}); give more --memory, or fewer --examples"
             )
         for number in range(1, given.rounds + 1):

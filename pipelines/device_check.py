@@ -35,7 +35,7 @@ import headline
 import jacstore
 from jacstore import machine, testing
 from jacstore.engine_xla import XlaEngine
-from jacstore.errors import Interrupted
+from jacstore.errors import RunInterruptedError
 from jacstore.progress import Started
 
 WHEELS = (
@@ -84,7 +84,7 @@ class Run:
         self.note("begins")
         try:
             found = work(self)
-        except Interrupted as error:
+        except RunInterruptedError as error:
             self.skipped[name] = f"stopped after its {most:.0f} s: {error}"
             return
         # The machine may be here only once: whatever ends one section, the others still run.

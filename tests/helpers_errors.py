@@ -2,10 +2,10 @@
 
 import pytest
 
-from jacstore.errors import Refused
+from jacstore.errors import InvalidRequestError
 
 
-def refusal(call, *given, error=Refused, **named):
+def refusal(call, *given, error=InvalidRequestError, **named):
     """The text of a refusal, which is one line."""
     with pytest.raises(error) as caught:
         call(*given, **named)

@@ -15,7 +15,7 @@ from scipy.special import softmax
 
 import jacstore
 from jacstore import KernelFactor
-from jacstore.errors import Refused
+from jacstore.errors import InvalidRequestError
 from jacstore.testing import dense_outputs, dense_rows, mlp
 
 N, M, K = 14, 9, 3
@@ -28,7 +28,7 @@ def error(found, truth):
 
 
 def refused(call, *given, **named):
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(InvalidRequestError) as caught:
         call(*given, **named)
     assert "\n" not in str(caught.value)
     return str(caught.value)

@@ -36,7 +36,15 @@ import jacstore.ledger
 import jacstore.schedule
 import jacstore.store_plan
 from jacstore import Problem, StoreWriter, build, gram, ntk
-from jacstore.errors import Damaged, Incomplete, Interrupted, Locked, Mismatch, NonFinite, ProbeFailed
+from jacstore.errors import (
+    DamagedDataError,
+    IncompleteError,
+    InvalidFunctionError,
+    LockedError,
+    NonFiniteError,
+    RequestMismatchError,
+    RunInterruptedError,
+)
 from jacstore.machine import boot_id
 from jacstore.progress import SlabDone, UnitDone, Waiting
 from jacstore.testing import (
@@ -153,27 +161,29 @@ def test_case_03_the_second_part_leaves_the_first_alone(layout, order, tmp_path,
 
 def test_case_04_other_settings_over_old_bytes_are_refused(store_path):
     before = contents(store_path)
-    text = refusal(build, mlp(10), store_path, dtype="bfloat16", codec="none", error=Mismatch)
+    text = refusal(build, mlp(10), store_path, dtype="bfloat16", codec="none", error=RequestMismatchError)
     assert "dtype: float32 -> bfloat16" in text and "--overwrite" in text and "overwrite=True" in text
-    assert "codec: none -> zstd" in refusal(build, mlp(10), store_path, codec="zstd", error=Mismatch)
+    assert "codec: none -> zstd" in refusal(build, mlp(10), store_path, codec="zstd", error=RequestMismatchError)
     assert contents(store_path) == before
 
 
 @pytest.mark.parametrize("size", [5, 10, 100])
 def test_case_04_another_unit_size_is_refused(size, store_path):
     named = f"unit_size: 2 -> {min(size, 10)}"
-    assert named in refusal(build, mlp(10), store_path, codec="none", unit_size=size, error=Mismatch)
+    assert named in refusal(build, mlp(10), store_path, codec="none", unit_size=size, error=RequestMismatchError)
 
 
 def test_case_05_other_weights_are_refused(store_path):
-    text = refusal(build, mlp(10, seed=1), store_path, codec="none", error=Mismatch)
+    text = refusal(build, mlp(10, seed=1), store_path, codec="none", error=RequestMismatchError)
     assert "parameters: " in text and " -> " in text
 
 
 def test_case_05_other_inputs_of_the_same_shape_are_refused(store_path):
     problem = mlp(10)
     changed = mlp(10, inputs=problem.inputs + 1)
-    assert "inputs: examples 0 to 1 changed" in refusal(build, changed, store_path, codec="none", error=Mismatch)
+    assert "inputs: examples 0 to 1 changed" in refusal(
+        build, changed, store_path, codec="none", error=RequestMismatchError
+    )
 
 
 @pytest.mark.parametrize(
@@ -186,7 +196,7 @@ def test_case_05_other_inputs_of_the_same_shape_are_refused(store_path):
     ],
 )
 def test_case_05_whatever_decides_the_rows_is_named_when_it_changes(changes, named, store_path):
-    assert named in refusal(build, mlp(10, **changes), store_path, codec="none", error=Mismatch)
+    assert named in refusal(build, mlp(10, **changes), store_path, codec="none", error=RequestMismatchError)
 
 
 # --- 6 to 9: batches, functions that couple examples, sizes of nothing ------------------------------------------------
@@ -206,7 +216,7 @@ def batch_norm(params, batch):
 
 
 def test_case_07_batchnorm_in_training_mode_is_refused(tmp_path):
-    text = refusal(build, mlp(10, apply=batch_norm, batched=True), tmp_path / "run.jac", error=ProbeFailed)
+    text = refusal(build, mlp(10, apply=batch_norm, batched=True), tmp_path / "run.jac", error=InvalidFunctionError)
     assert "other examples" in text and "eval mode" in text
     assert not (tmp_path / "run.jac").exists()
 
@@ -217,7 +227,7 @@ def test_case_07_dropout_that_draws_anew_is_refused(tmp_path):
     def dropout(params, x):
         return (x @ params["layer0"]["w"]) * (draw.random(7) > 0.5)
 
-    assert "call to call" in refusal(build, mlp(10, apply=dropout), tmp_path / "run.jac", error=ProbeFailed)
+    assert "call to call" in refusal(build, mlp(10, apply=dropout), tmp_path / "run.jac", error=InvalidFunctionError)
     assert not (tmp_path / "run.jac").exists()
 
 
@@ -318,7 +328,7 @@ def with_nan(at=4):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_case_11_an_example_with_nan_is_refused_by_name(layout, at, tmp_path):
     options = {"unit_size": 2, "codec": "none", "layout": layout}
-    text = refusal(build, with_nan(at), tmp_path / "run.jac", **options, error=NonFinite)
+    text = refusal(build, with_nan(at), tmp_path / "run.jac", **options, error=NonFiniteError)
     assert f"example(s) {at} hold" in text and "--allow-nonfinite" in text and "allow_nonfinite=True" in text
     store = jacstore.open(tmp_path / "run.jac")
     assert at // 2 not in store.ledger.done("unit")
@@ -346,7 +356,7 @@ def test_case_12_a_float16_store_is_summed_in_a_wide_type(options, tmp_path):
 
 def test_case_12_a_row_beyond_float16_is_refused(tmp_path):
     problem = Problem(apply=lambda p, x: p["w"] * x, params={"w": np.ones(3, np.float32)}, inputs=np.float32([1, 7e4]))
-    text = refusal(build, problem, tmp_path / "run.jac", dtype="float16", codec="none", error=NonFinite)
+    text = refusal(build, problem, tmp_path / "run.jac", dtype="float16", codec="none", error=NonFiniteError)
     assert "example(s) 1" in text and "as float16" in text and "--dtype" in text
 
 
@@ -528,7 +538,7 @@ def test_case_20_a_deleted_chunk_is_reported_and_never_read_as_zeros(store_path,
     for named in ("unit 3 (examples 6 to 7)", "layer0/b", "rows/c/3/0/0 is missing", "build"):
         assert named in result.stderr
     assert not jacstore.open(tmp_path / "run.ntk").complete
-    assert "unit 3" in refusal(jacstore.open(store_path).array.compute, scheduler="synchronous", error=Damaged)
+    assert "unit 3" in refusal(jacstore.open(store_path).array.compute, scheduler="synchronous", error=DamagedDataError)
     again = build(mlp(10), store_path, codec="none")
     assert again.report["units_computed"] == 1 and contents(store_path, "rows") == before
     assert invoke("gram", store_path, "--out", tmp_path / "run.ntk").exit_code == 0
@@ -551,7 +561,7 @@ def test_case_20_a_deleted_chunk_of_a_factor_is_reported_and_never_read_as_zeros
 def test_case_20_a_deleted_chunk_of_a_small_array_is_reported(array, store_path):
     (store_path / array / "c/2/0" / ("0" if array == "norms" else "")).unlink()
     store = jacstore.open(store_path)
-    assert "unit 2" in refusal(lambda: getattr(store, array), error=Damaged)
+    assert "unit 2" in refusal(lambda: getattr(store, array), error=DamagedDataError)
     assert build(mlp(10), store_path, codec="none").report["units_computed"] == 1
     assert np.isfinite(getattr(jacstore.open(store_path), array)).all()
 
@@ -561,7 +571,7 @@ def test_case_20_a_deleted_or_changed_tile_is_reported(finished, tmp_path):
         kernel = gram(finished, out=tmp_path / f"{damage.__name__}.ntk", tile=4)
         damage(tmp_path / f"{damage.__name__}.ntk" / "kernel/c/1/2")
         assert "tile (1, 2)" in refusal(
-            jacstore.open(kernel.path).array.compute, scheduler="synchronous", error=Damaged
+            jacstore.open(kernel.path).array.compute, scheduler="synchronous", error=DamagedDataError
         )
 
 
@@ -599,7 +609,7 @@ def test_case_21_a_flipped_byte_is_reported_and_mended(codec, tmp_path, tiny_pie
     # Somewhere in the second of five pieces: only its columns are lost.
     flip(out / "rows/c/1/0/0", size // 4)
     store = jacstore.open(out)
-    text = refusal(gram, store, out=tmp_path / "run.ntk", error=Damaged)
+    text = refusal(gram, store, out=tmp_path / "run.ntk", error=DamagedDataError)
     assert "unit 1 (examples 2 to 3)" in text and "leaf layer0/w" in text and "checksum" in text
     rows = np.empty((10, 3, 14), np.float32)
     store.read_rows(0, 10, 42, 56, rows)
@@ -758,9 +768,9 @@ def test_case_24_a_second_build_is_refused_while_the_first_lives(tmp_path, truth
     words = ("build", f"{target}:held", "--out", out, "--codec", "none", "--unit-size", 2, "--batch-size", 2)
     with Command(*words) as first:
         first.wait_for(lambda: (out / "ledger/unit-0000000.json").exists() and (tmp_path / "reached").exists())
-        text = refusal(build, mlp(10), out, codec="none", error=Locked)
+        text = refusal(build, mlp(10), out, codec="none", error=LockedError)
         assert f"process {first.process.pid} on this host" in text and "--part" in text
-        text = refusal(build, mlp(10), out, codec="none", overwrite=True, error=Locked)
+        text = refusal(build, mlp(10), out, codec="none", overwrite=True, error=LockedError)
         assert f"process {first.process.pid}" in text and (out / "ledger/unit-0000000.json").exists()
         first.process.kill()
         first.process.wait()
@@ -793,7 +803,7 @@ def test_case_24_two_parts_may_run_at_once_but_not_one_part_twice(tmp_path):
         with StoreWriter(tmp_path / "run.jac", leaves, 4, 1, part=(2, 2), **options) as other:
             assert other.missing == [(2, 3), (3, 4)]
         again = StoreWriter(tmp_path / "run.jac", leaves, 4, 1, part=(1, 2), **options)
-        assert "process" in refusal(again.__enter__, error=Locked)
+        assert "process" in refusal(again.__enter__, error=LockedError)
 
 
 MANY_FILES = """
@@ -876,7 +886,7 @@ def check_gram(name, folder, finished, truth, monkeypatch):
     assert line.endswith(f"to continue: jacstore {' '.join(map(str, words))}")
     kernel = jacstore.open(out)
     assert not kernel.complete and kernel.info()["tiles_done"] == 0
-    assert "incomplete" in refusal(lambda: kernel.array, error=Incomplete)
+    assert "incomplete" in refusal(lambda: kernel.array, error=IncompleteError)
     first, seen = int(line.split("slab ")[1].split()[0]), Counting()
     monkeypatch.setattr(jacstore.schedule, "SLAB_COLUMNS", 14)
     again = gram(finished, out=out, listener=seen)
@@ -906,7 +916,9 @@ def test_case_26_units_that_were_being_written_are_not_called_missing(tmp_path, 
         return asked.is_set()
 
     monkeypatch.setattr(jacstore.files, "before_step", hold)
-    text = refusal(build, mlp(20), tmp_path / "run.jac", unit_size=2, codec="none", stop=stop, error=Interrupted)
+    text = refusal(
+        build, mlp(20), tmp_path / "run.jac", unit_size=2, codec="none", stop=stop, error=RunInterruptedError
+    )
     done = len(jacstore.open(tmp_path / "run.jac").ledger.done("unit"))
     assert f"{10 - done} of 10 units missing" in text
 
@@ -1028,7 +1040,7 @@ def test_case_29_gram_of_an_unfinished_build_says_what_is_missing(tmp_path):
     assert result.exit_code == 2 and result.stderr.count("\n") == 1
     assert "3 of 5 units missing" in result.stderr and f"jacstore build TARGET --out {job.out}" in result.stderr
     assert not (tmp_path / "run.ntk").exists()
-    text = refusal(jacstore.open(job.out).array.compute, scheduler="synchronous", error=Incomplete)
+    text = refusal(jacstore.open(job.out).array.compute, scheduler="synchronous", error=IncompleteError)
     assert "3 of 5 units missing" in text
 
 
@@ -1037,9 +1049,9 @@ def test_case_29_three_of_ten_units_are_counted(tmp_path):
         for a in (0, 1, 2, 4, 5, 7, 8):
             writer.write_unit(a, {"w": np.ones((1, 1, 3))})
     for other in (None, writer.store):
-        text = refusal(gram, writer.store, other, tmp_path / "run.ntk", error=Incomplete)
+        text = refusal(gram, writer.store, other, tmp_path / "run.ntk", error=IncompleteError)
         assert "3 of 10 units missing" in text
-    assert "3 of 10" in refusal(jacstore.lazy_kernel, writer.store, error=Incomplete)
+    assert "3 of 10" in refusal(jacstore.lazy_kernel, writer.store, error=IncompleteError)
 
 
 @pytest.mark.parametrize(
@@ -1052,7 +1064,7 @@ def test_case_29_three_of_ten_units_are_counted(tmp_path):
     ],
 )
 def test_case_30_rows_of_two_networks_are_refused(changes, named, finished, tmp_path):
-    text = refusal(gram, finished, build(mlp(3, **changes), None), tmp_path / "run.ntk", error=Mismatch)
+    text = refusal(gram, finished, build(mlp(3, **changes), None), tmp_path / "run.ntk", error=RequestMismatchError)
     assert named in text and "one network" in text
     assert not (tmp_path / "run.ntk").exists()
 
@@ -1061,7 +1073,7 @@ def test_case_30_rows_of_two_networks_are_refused(changes, named, finished, tmp_
     "changes", [{"apply": lambda p, x: x @ p["layer0"]["w"] @ p["layer1"]["w"]}, {"outputs": [0, 2, 1]}]
 )
 def test_case_30_another_function_of_the_same_parameters_is_another_network(changes, finished):
-    refusal(gram, finished, build(mlp(3, **changes), None), error=Mismatch)
+    refusal(gram, finished, build(mlp(3, **changes), None), error=RequestMismatchError)
 
 
 def test_case_30_other_types_and_units_are_no_reason_to_refuse(finished, truth):
@@ -1121,7 +1133,11 @@ def test_case_33_closed_over_arrays_of_other_values_are_refused(tmp_path):
 
     build(with_statistics(np.float32([1, 2, 3, 4, 5])), tmp_path / "run.jac", codec="none")
     text = refusal(
-        build, with_statistics(np.float32([1, 2, 3, 4, 6])), tmp_path / "run.jac", codec="none", error=Mismatch
+        build,
+        with_statistics(np.float32([1, 2, 3, 4, 6])),
+        tmp_path / "run.jac",
+        codec="none",
+        error=RequestMismatchError,
     )
     assert "constants: " in text and "function" not in text.split("constants")[0]
 
@@ -1157,7 +1173,7 @@ def test_case_34_rows_that_a_codec_was_measured_on_are_not_computed_twice(part, 
 
 def test_case_34_a_plan_made_with_other_memory_is_kept(finished, tmp_path, truth, tiny_pieces):
     seen = Stopping(SlabDone, 2)
-    with pytest.raises(Interrupted):
+    with pytest.raises(RunInterruptedError):
         gram(finished, out=tmp_path / "run.ntk", memory="120kB", listener=seen, stop=seen.stop)
     before = jacstore.open(tmp_path / "run.ntk").plan
     kernel = gram(finished, out=tmp_path / "run.ntk", memory="8GB")
@@ -1234,7 +1250,7 @@ def test_case_37_a_lock_whose_heart_beats_is_respected(store_path, monkeypatch):
         if isinstance(event, Waiting):
             foreign_lock(store_path, beat=1)
 
-    text = refusal(build, mlp(10), store_path, codec="none", listener=beat, error=Locked)
+    text = refusal(build, mlp(10), store_path, codec="none", listener=beat, error=LockedError)
     assert "host elsewhere" in text and "stop it there" in text
 
 
@@ -1260,7 +1276,7 @@ def test_case_37_a_signal_ends_the_waiting(store_path, monkeypatch):
     monkeypatch.setattr(jacstore.ledger, "STALE_SECONDS", 1.0)
     foreign_lock(store_path)
     seen = Stopping(Waiting)
-    with pytest.raises(Interrupted):
+    with pytest.raises(RunInterruptedError):
         build(mlp(10), store_path, codec="none", listener=seen, stop=seen.stop)
 
 
@@ -1298,7 +1314,7 @@ def test_case_38_a_missing_unit_can_be_added_later(tmp_path):
     rows = outside()
     with StoreWriter(tmp_path / "run.jac", LEAVES, 4, 2, unit_size=1) as writer:
         writer.write_unit(2, part_of(rows, 2, 3))
-    assert "3 of 4 units missing" in refusal(gram, writer.store, error=Incomplete)
+    assert "3 of 4 units missing" in refusal(gram, writer.store, error=IncompleteError)
     with StoreWriter(tmp_path / "run.jac", LEAVES, 4, 2) as writer:
         assert writer.missing == [(0, 1), (1, 2), (3, 4)]
         for a, b in writer.missing:
@@ -1343,7 +1359,7 @@ def test_case_38_a_unit_that_does_not_fit_is_refused(start, changes, named, tmp_
 def test_case_38_a_writer_of_something_else_is_refused(changes, named, tmp_path):
     first = {"leaves": LEAVES, "n_examples": 4, "n_outputs": 2, "unit_size": 2, "requested": {"checkpoint": "epoch 3"}}
     StoreWriter(tmp_path / "run.jac", **first)
-    assert named in refusal(StoreWriter, tmp_path / "run.jac", **(first | changes), error=Mismatch)
+    assert named in refusal(StoreWriter, tmp_path / "run.jac", **(first | changes), error=RequestMismatchError)
     assert "dtype" in refusal(StoreWriter, tmp_path / "other.jac", **first, dtype="int8")
     assert "codec" in refusal(StoreWriter, tmp_path / "other.jac", **first, codec="auto")
     assert "same path" in refusal(StoreWriter, tmp_path / "other.jac", [("a", (1,)), ("a", (2,))], 4, 2)
@@ -1373,7 +1389,7 @@ def test_case_38_a_writer_that_dies_in_a_unit_leaves_it_missing(tmp_path, monkey
 def test_case_38_no_row_becomes_infinite_unseen(dtype, value, norms, tmp_path):
     rows = part_of(outside(), 0, 2) | {"b": np.full((2, 2, 4), value)}
     with StoreWriter(tmp_path / "run.jac", LEAVES, 4, 2, dtype=dtype, unit_size=2) as writer:
-        refusal(writer.write_unit, 0, rows, norms=norms, error=NonFinite)
+        refusal(writer.write_unit, 0, rows, norms=norms, error=NonFiniteError)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from scipy.sparse.linalg import cg, lsmr
 
 import jacstore
 from jacstore import Problem
-from jacstore.errors import Refused
+from jacstore.errors import InvalidRequestError
 from jacstore.testing import cnn, dense_outputs, dense_rows, mlp, nested
 
 LABELS = np.random.default_rng(3).integers(0, 3, 11)
@@ -155,7 +155,7 @@ def test_what_cannot_be_is_refused_in_one_line():
         (lambda: jacstore.jacobian_operator(problem) @ (1j * normal(66)), "real"),
         (lambda: jacstore.jacobian_operator(no_jvp) @ normal(3), "custom_vjp"),
     ):
-        with pytest.raises(Refused, match=text) as caught:
+        with pytest.raises(InvalidRequestError, match=text) as caught:
             call()
         assert "\n" not in str(caught.value)
     assert_close(jacstore.jacobian_operator(no_jvp).T @ np.ones(12), np.float32(no_jvp.inputs).sum(0), 1e-6)

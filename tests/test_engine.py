@@ -21,7 +21,7 @@ from jacstore import StoreWriter
 from jacstore.blas_threads import blas_threads
 from jacstore.engine import LEAST_BLOCKS, LEAST_SPLIT, BlasEngine, _cut, symmetrize
 from jacstore.engine_xla import XlaEngine, resident_bytes
-from jacstore.errors import Mismatch, Refused
+from jacstore.errors import InvalidRequestError, RequestMismatchError
 from jacstore.factors import FactorSet
 from jacstore.plan import block_shape
 from jacstore.terms import Dot, Leaf
@@ -241,7 +241,7 @@ def computed(array):
     return array.compute(scheduler="synchronous")
 
 
-def refused(call, *given, error=Refused, **named):
+def refused(call, *given, error=InvalidRequestError, **named):
     with pytest.raises(error) as caught:
         call(*given, **named)
     assert "\n" not in str(caught.value)
@@ -327,7 +327,7 @@ def test_lazy_kernels_of_other_settings_have_other_names():
 
 def test_a_lazy_kernel_between_two_networks_is_refused():
     a, b = random_rows(5, 2, 9), random_rows(5, 3, 9)
-    assert "outputs" in refused(jacstore.lazy_kernel, store_of(a), "full", store_of(b), error=Mismatch)
+    assert "outputs" in refused(jacstore.lazy_kernel, store_of(a), "full", store_of(b), error=RequestMismatchError)
     assert "takes one store" in refused(jacstore.lazy_kernel, store_of(a), "blocks", store_of(a))
     assert "allowed are full, trace" in refused(jacstore.lazy_kernel, store_of(a), "half")
 

@@ -22,7 +22,7 @@ from helpers_process import contents
 import jacstore
 import jacstore.files
 from jacstore import gram
-from jacstore.errors import Damaged, Locked, Refused
+from jacstore.errors import DamagedDataError, InvalidRequestError, LockedError
 from jacstore.progress import ItemDone, SlabDone, UnitDone
 from jacstore.threads import all_done
 
@@ -89,7 +89,7 @@ def reads_right(path, truth):
     """Whether every read passes its check and gives what nobody damaged."""
     try:
         return is_right(path, truth)
-    except Damaged:
+    except DamagedDataError:
         return False
 
 
@@ -97,7 +97,7 @@ def found_damaged(path):
     """Whether some read of everything stops with a line that names the place."""
     try:
         bits(jacstore.open(path))
-    except Damaged as error:
+    except DamagedDataError as error:
         assert "unit" in str(error) or "tile" in str(error)
         return True
     return False
@@ -116,7 +116,7 @@ def test_a_damaged_record_hinders_no_report_and_no_other_part(damage, pristine, 
         found = jacstore.open(path).info()
         assert whole["complete"] and whole[damaged] == []
         assert not found["complete"] and found[damaged] == [0] and found["bytes_stored"] < whole["bytes_stored"]
-        with pytest.raises(Damaged, match=r"record of (unit|group) 0"):
+        with pytest.raises(DamagedDataError, match=r"record of (unit|group) 0"):
             bits(jacstore.open(path))
         if name == "run.jac":
             report = run("2/2").report
@@ -202,7 +202,7 @@ def test_wherever_a_disk_fails_what_is_finished_stays(step, error, pristine, pla
             patch.setattr(jacstore.files, "before_step", failing)
             try:
                 run()
-            except Refused as refused:
+            except InvalidRequestError as refused:
                 text = str(refused)
                 assert "\n" not in text and str(place / name) in text
                 assert ("disk full" in text) == (error in (errno.ENOSPC, errno.EDQUOT))
@@ -242,7 +242,7 @@ def test_a_disk_that_is_closed_for_writing_can_be_read_and_later_continued(disk,
         lambda: make(kind, where / "run.jac", overwrite=True),
         lambda: gram(folder / "run.jac", where / "new.ntk"),
     ):
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(InvalidRequestError) as refused:
             run()
         assert "\n" not in str(refused.value)
     assert jacstore.open(where / "run.jac").info()["units_done"] == 2
@@ -272,7 +272,7 @@ def test_a_disk_that_fills_in_a_gram_can_be_continued_when_there_is_space(disk, 
 
     with monkeypatch.context() as patch:
         patch.setattr(jacstore.files, "before_step", fill)
-        with pytest.raises(Refused, match="disk full while writing"):
+        with pytest.raises(InvalidRequestError, match="disk full while writing"):
             gram(folder / "run.jac", where / "run.ntk", **TILE)
     assert not jacstore.open(where / "run.ntk").complete
     ballast.unlink()
@@ -304,7 +304,7 @@ def test_a_second_writer_is_refused_while_the_first_is_at_work(pristine, place):
     def second(run):
         def listener(event):
             if isinstance(event, UnitDone | SlabDone | ItemDone) and not refused:
-                with pytest.raises(Locked) as error:
+                with pytest.raises(LockedError) as error:
                     run()
                 refused.append(str(error.value))
 
@@ -344,7 +344,7 @@ def test_once_a_command_has_failed_nothing_of_it_goes_on(place, monkeypatch):
 
     monkeypatch.setattr(jacstore.JacobianStore, "mark", slowly)
     for work in (lambda: bits(jacstore.open(place / "run.jac")), lambda: gram(place / "run.jac", out=place / "x.ntk")):
-        with pytest.raises(Damaged):
+        with pytest.raises(DamagedDataError):
             work()
         shutil.copytree(place / "run.jac", place / "kept.jac")
         shutil.rmtree(place / "run.jac")

@@ -18,7 +18,7 @@ from helpers_process import MAIN, Command, environment, invoke, run_command, wri
 import jacstore
 import jacstore.exclusive
 from jacstore import build, gram
-from jacstore.errors import Locked, Refused
+from jacstore.errors import InvalidRequestError, LockedError
 from jacstore.exclusive import NO_LOCKS, held
 from jacstore.progress import Noted
 from jacstore.testing import Counting, mlp
@@ -64,7 +64,7 @@ def test_a_lock_that_fails_for_another_reason_is_refused_in_one_line(monkeypatch
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(fcntl, "flock", fail)
-    assert "cannot be written" in refusal(build, mlp(7), tmp_path / "run.jac", error=Refused)
+    assert "cannot be written" in refusal(build, mlp(7), tmp_path / "run.jac", error=InvalidRequestError)
 
 
 def refuse_to_flush(monkeypatch, kind, number):
@@ -88,7 +88,7 @@ def test_folders_that_cannot_be_flushed_are_no_fault(number, monkeypatch, tmp_pa
 @pytest.mark.parametrize(("kind", "number"), [(stat.S_ISREG, errno.EINVAL), (stat.S_ISDIR, errno.EIO)])
 def test_files_must_be_flushed_and_folders_without_an_error(kind, number, monkeypatch, tmp_path):
     refuse_to_flush(monkeypatch, kind, number)
-    assert "cannot be written" in refusal(build, mlp(7), tmp_path / "run.jac", codec="none", error=Refused)
+    assert "cannot be written" in refusal(build, mlp(7), tmp_path / "run.jac", codec="none", error=InvalidRequestError)
 
 
 def test_a_build_without_locks_is_refused_a_second_time_killed_and_continued(tmp_path):
@@ -114,7 +114,7 @@ def test_of_two_claims_on_the_same_units_exactly_one_wins(no_locks, tmp_path):
 
     with StoreWriter(tmp_path / "run.jac", {"w": (4,)}, 4, 1, unit_size=1):
         again = StoreWriter(tmp_path / "run.jac", {"w": (4,)}, 4, 1, unit_size=1)
-        assert "process" in refusal(again.__enter__, error=Locked)
+        assert "process" in refusal(again.__enter__, error=LockedError)
 
 
 COUNT = """

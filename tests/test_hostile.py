@@ -30,7 +30,7 @@ import jacstore
 import jacstore.ledger
 import jacstore.target
 from jacstore import gram
-from jacstore.errors import Damaged, Incomplete, Interrupted, JacstoreError, Mismatch
+from jacstore.errors import DamagedDataError, IncompleteError, JacstoreError, RequestMismatchError, RunInterruptedError
 from jacstore.files import Folder
 from jacstore.ledger import Ledger, compare_requested
 from jacstore.progress import SlabDone
@@ -68,7 +68,7 @@ class Scene:
         make(kind, self.pristine / "part.jac", part="2/2")
         kernel = gram(self.pristine / "run.jac", self.pristine / "run.ntk", **TILE)
         seen = Stopping(SlabDone, 2)
-        with pytest.raises(Interrupted):
+        with pytest.raises(RunInterruptedError):
             gram(self.pristine / "run.jac", self.pristine / "half.ntk", listener=seen, stop=seen.stop, **TILE)
         gram(self.pristine / "run.jac", self.pristine / "first.ntk", part="1/2", **TILE)
         (self.pristine / "beside").mkdir()
@@ -155,10 +155,10 @@ def try_some(scene, place, data, *, made_up):
     if code == 0 and not made_up:
         try:
             assert is_right(out, truth)
-        except Damaged:
+        except DamagedDataError:
             # A rerun looks at sizes only; verify and every read look at every byte.
             assert words[0] != "verify"
-        except Incomplete:
+        except IncompleteError:
             # The other part was lost with its records.
             assert words[0] == "gram" and "--part" in words
 
@@ -402,7 +402,7 @@ def test_records_of_what_is_kept_beside_may_say_anything_too(scenes):
 
 @pytest.mark.parametrize("value", [value for value in NASTY if isinstance(value, str)])
 def test_an_error_is_one_printable_line_whatever_it_quotes(value):
-    with pytest.raises(Mismatch) as caught:
+    with pytest.raises(RequestMismatchError) as caught:
         compare_requested("k\n.jac", {"alpha": value}, {"alpha": f"not {value}"})
     assert str(caught.value).isprintable() and len(str(caught.value)) < 500
 
@@ -466,7 +466,7 @@ def test_a_scale_beyond_float32_is_named_by_the_norms(options, scenes):
     (place / "run.jac" / "zarr.json").write_text(text_of(signed(document)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(Damaged, match="is inf, the squared norm"):
+        with pytest.raises(DamagedDataError, match="is inf, the squared norm"):
             gram(place / "run.jac", out=place / "new.ntk", **options, **TILE)
 
 

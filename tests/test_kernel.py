@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import jacstore
 from jacstore import StoreWriter
-from jacstore.errors import Damaged, Incomplete, Refused
+from jacstore.errors import DamagedDataError, IncompleteError, InvalidRequestError
 from jacstore.kernel import Kernel, open_kernel
 
 # A fault that has been reported and not been mended; the mark goes with the fault.
@@ -59,7 +59,7 @@ def assert_close(found, truth, limit=1e-13):
     assert np.abs(found - truth).max(initial=0) <= limit * max(np.abs(truth).max(initial=0), 1e-300)
 
 
-def refused(call, *given, error=Refused, **named):
+def refused(call, *given, error=InvalidRequestError, **named):
     with pytest.raises(error) as caught:
         call(*given, **named)
     assert "\n" not in str(caught.value)
@@ -201,7 +201,7 @@ def test_a_flipped_byte_of_any_tile_stops_every_reader_and_names_the_tile(triang
         good, (i, j) = file.read_bytes(), file.relative_to(tmp_path / "k" / "kernel" / "c").parts
         for position in (0, len(good) // 2, len(good) - 5):
             file.write_bytes(flipped(good, position))
-            text = refused(computed, open_kernel(str(tmp_path / "k")).array, error=Damaged)
+            text = refused(computed, open_kernel(str(tmp_path / "k")).array, error=DamagedDataError)
             assert f"tile ({i}, {j})" in text and "run the same gram again" in text
             with pytest.raises(ValueError, match="hecksum"):
                 zarr.open_array(tmp_path / "k" / "kernel", mode="r")[...]
@@ -226,13 +226,15 @@ def test_a_tile_that_is_short_gone_or_another_is_noticed(tmp_path):
     one.write_bytes(b)
     other.write_bytes(a)
     assert "differ from the recorded checksum" in refused(
-        computed, open_kernel(str(tmp_path / "k")).array, error=Damaged
+        computed, open_kernel(str(tmp_path / "k")).array, error=DamagedDataError
     )
     other.write_bytes(b)
     one.write_bytes(a[:-20])
-    assert "before what was recorded" in refused(computed, open_kernel(str(tmp_path / "k")).array, error=Damaged)
+    assert "before what was recorded" in refused(
+        computed, open_kernel(str(tmp_path / "k")).array, error=DamagedDataError
+    )
     one.unlink()
-    assert "is missing" in refused(computed, open_kernel(str(tmp_path / "k")).array, error=Damaged)
+    assert "is missing" in refused(computed, open_kernel(str(tmp_path / "k")).array, error=DamagedDataError)
 
 
 def test_a_kernel_that_is_not_finished_is_refused_with_the_command_that_finishes_it(tmp_path):
@@ -241,7 +243,7 @@ def test_a_kernel_that_is_not_finished_is_refused_with_the_command_that_finishes
     record.unlink()
     kernel = open_kernel(str(tmp_path / "k"))
     assert not kernel.complete
-    assert f"--out {tmp_path / 'k'}" in refused(lambda: kernel.array, error=Incomplete)
+    assert f"--out {tmp_path / 'k'}" in refused(lambda: kernel.array, error=IncompleteError)
 
 
 def test_a_tile_without_a_record_is_not_trusted(tmp_path):
@@ -250,7 +252,7 @@ def test_a_tile_without_a_record_is_not_trusted(tmp_path):
     facts = json.loads(record.read_text())
     del facts["files"]["kernel/c/1/1"]
     record.write_text(json.dumps(facts))
-    text = refused(computed, open_kernel(str(tmp_path / "k")).array, error=Damaged)
+    text = refused(computed, open_kernel(str(tmp_path / "k")).array, error=DamagedDataError)
     assert "the record of group 0 of tiles is damaged" in text
 
 

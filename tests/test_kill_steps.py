@@ -21,7 +21,7 @@ from helpers_faults import Knife, bits, is_right, make, quick, ram_folder
 import jacstore
 import jacstore.checkpoints
 from jacstore import gram
-from jacstore.errors import Mismatch
+from jacstore.errors import RequestMismatchError
 from jacstore.progress import BatchDone, SlabDone
 from jacstore.testing import Counting
 
@@ -236,7 +236,7 @@ def test_an_overwriting_that_is_killed_leaves_nothing_to_another_request(job, st
         shutil.rmtree(place)
         shutil.copytree(half, place)
         Knife(at).run(lambda: job(place, 0.2, overwrite=True), place / "out")
-        with contextlib.suppress(Mismatch):
+        with contextlib.suppress(RequestMismatchError):
             assert np.array_equal(job(place, 0.3), truth), at
 
 

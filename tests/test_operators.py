@@ -18,7 +18,13 @@ from test_terms import tiny
 
 import jacstore
 from jacstore import StoreWriter
-from jacstore.errors import Damaged, Incomplete, Interrupted, Mismatch, Refused
+from jacstore.errors import (
+    DamagedDataError,
+    IncompleteError,
+    InvalidRequestError,
+    RequestMismatchError,
+    RunInterruptedError,
+)
 from jacstore.progress import SlabDone, Started
 from jacstore.terms import Conv, Dense, Dot, Index, Leaf, Operand, expand
 from jacstore.testing import Counting, Stopping
@@ -314,11 +320,11 @@ def test_a_stored_kernel_makes_gram_products_without_a_pass(mlp):
     part = rows.reshape(14, 3, -1)[examples].reshape(9, -1)
     assert_close(jacstore.operator(store, examples=examples).gram(kernel) @ u[:9], part @ (part.T @ u[:9]))
     other = jacstore.build(jacstore_mlp(), None, dtype="float32")
-    with pytest.raises(Mismatch, match="not the kernel of"):
+    with pytest.raises(RequestMismatchError, match="not the kernel of"):
         jacstore.operator(other).gram(kernel)
-    with pytest.raises(Refused, match="mode trace"):
+    with pytest.raises(InvalidRequestError, match="mode trace"):
         jacstore.operator(store).gram(jacstore.gram(store, mode="trace"))
-    with pytest.raises(Refused, match="leaves="):
+    with pytest.raises(InvalidRequestError, match="leaves="):
         jacstore.operator(store, leaves="layer0").gram(kernel)
 
 
@@ -340,11 +346,11 @@ def test_pytrees_go_in_and_come_out(mlp):
     moved = part.unravel(part.T @ normal(len(rows)), like=params)
     np.testing.assert_array_equal(moved["layer0"]["w"], params["layer0"]["w"])
     assert_close(moved["layer1"]["w"].ravel(), rows.T[part_of(store, "layer1/w")] @ normal(len(rows)))
-    with pytest.raises(Refused, match=r"no leaf 'layer0/b'"):
+    with pytest.raises(InvalidRequestError, match=r"no leaf 'layer0/b'"):
         jacobian.ravel({"layer1": params["layer1"]})
-    with pytest.raises(Refused, match=r"'layer0/b' of shape \(6,\)"):
+    with pytest.raises(InvalidRequestError, match=r"'layer0/b' of shape \(6,\)"):
         jacobian.ravel({**params, "layer0": {"b": np.zeros(6), "w": params["layer0"]["w"]}})
-    with pytest.raises(Refused, match="no leaf"):
+    with pytest.raises(InvalidRequestError, match="no leaf"):
         jacobian.unravel(flat, like=[params])
 
 
@@ -371,21 +377,21 @@ def test_what_cannot_be_is_refused_in_one_line(mlp):
         (lambda: jacobian @ (1j * normal(66)), "real"),
         (lambda: jacobian.unravel(normal(5)), "shape"),
     ):
-        with pytest.raises(Refused, match=text) as caught:
+        with pytest.raises(InvalidRequestError, match=text) as caught:
             call()
         assert "\n" not in str(caught.value)
     assert (jacobian @ normal(66, 0)).shape == (42, 0)
     assert (jacobian.ggn() @ normal(66, 0)).shape == (66, 0)
     chosen = jacstore.build(mlp_with(outputs=[0, 2]), None)
-    with pytest.raises(Refused, match='outputs="all"'):
+    with pytest.raises(InvalidRequestError, match='outputs="all"'):
         jacstore.operator(chosen).ggn("softmax")
     with StoreWriter(None, {"w": (4,)}, 3, 1) as writer:
-        with pytest.raises(Incomplete):
+        with pytest.raises(IncompleteError):
             jacstore.operator(writer.store)
         writer.write_unit(0, {"w": np.ones((3, 1, 4))}) if writer.missing == [(0, 3)] else [
             writer.write_unit(a, {"w": np.ones((b - a, 1, 4))}) for a, b in writer.missing
         ]
-    with pytest.raises(Refused, match="outputs="):
+    with pytest.raises(InvalidRequestError, match="outputs="):
         jacstore.operator(writer.store).ggn("softmax")
 
 
@@ -420,7 +426,7 @@ def test_a_matrix_on_disk_is_continued_not_begun_again(mlp, tmp_path, monkeypatc
     out, options = tmp_path / "run.ggn", {"likelihood": "softmax", "alpha": 0.1}
     monkeypatch.setattr("jacstore.checkpoints.CHECKPOINT_SPEED", 1e15)
     stopping = Stopping(SlabDone, after=3)
-    with pytest.raises(Interrupted):
+    with pytest.raises(RunInterruptedError):
         jacstore.ggn(store, out=out, listener=stopping, stop=stopping.stop, **options)
     counting = Counting()
     found = jacstore.ggn(store, out=out, listener=counting, **options)
@@ -434,27 +440,27 @@ def test_a_matrix_on_disk_is_continued_not_begun_again(mlp, tmp_path, monkeypatc
     np.testing.assert_array_equal(again, found)
     np.testing.assert_array_equal(np.load(out / "ggn.npy"), found)
     assert sorted(path.name for path in out.iterdir()) == ["ggn.npy", "ledger"]
-    with pytest.raises(Mismatch, match=r"alpha: 0\.1 -> 0\.2"):
+    with pytest.raises(RequestMismatchError, match=r"alpha: 0\.1 -> 0\.2"):
         jacstore.ggn(store, "softmax", 0.2, out=out)
     with open(out / "ggn.npy", "r+b") as file:
         file.seek(500)
         file.write(b"x")
-    with pytest.raises(Damaged, match="overwrite"):
+    with pytest.raises(DamagedDataError, match="overwrite"):
         jacstore.ggn(store, out=out, **options)
     np.testing.assert_array_equal(jacstore.ggn(store, out=out, overwrite=True, **options), found)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine.txt").touch()
-    with pytest.raises(Refused, match="holds 'mine"):
+    with pytest.raises(InvalidRequestError, match="holds 'mine"):
         jacstore.ggn(store, out=tmp_path / "other")
 
 
 def test_a_matrix_that_does_not_fit_is_refused_before_anything_is_read(mlp):
     store, _ = mlp
     before = store.decoded_bytes_read
-    with pytest.raises(Refused, match=r"66 x 66 takes 34.8 kB.*memory="):
+    with pytest.raises(InvalidRequestError, match=r"66 x 66 takes 34.8 kB.*memory="):
         jacstore.ggn(store, memory="30kB")
     assert store.decoded_bytes_read == before
-    with pytest.raises(Refused, match="likelihood="):
+    with pytest.raises(InvalidRequestError, match="likelihood="):
         jacstore.ggn(store, "poisson")
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from jacstore import hierarchy
 from jacstore.blocks import from_bfloat16, to_bfloat16
-from jacstore.errors import Damaged
+from jacstore.errors import DamagedDataError
 from jacstore.files import Folder
 from jacstore.pieces import CODECS, ArrayLayout, FileEncoder, FileRecord, decode, raw
 
@@ -146,7 +146,7 @@ def test_a_range_of_columns_looks_at_its_own_pieces_only(layout, data):
         for index, _ in wanted:
             assert FileRecord.piece_of(listed, index) == record.pieces[index]
     for damaged in ([], [1], [1, [2, "x"]], [1, 5], None):
-        with pytest.raises(Damaged, match="not readable"):
+        with pytest.raises(DamagedDataError, match="not readable"):
             FileRecord.piece_of(damaged, 0)
 
 
@@ -218,7 +218,7 @@ def test_a_piece_with_any_flipped_byte_is_refused(codec):
     for piece in record.pieces:
         offset, size, _ = piece
         for position in range(offset, offset + size):
-            with pytest.raises(Damaged, match=f"bytes {offset} to {offset + size} differ"):
+            with pytest.raises(DamagedDataError, match=f"bytes {offset} to {offset + size} differ"):
                 decode(memoryview(flipped(data, position))[offset : offset + size], piece, out, layout, "file")
 
 

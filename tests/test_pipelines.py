@@ -28,7 +28,7 @@ import model_zoo
 import precision
 import soak
 import transformer
-from jacstore.errors import Damaged, Interrupted
+from jacstore.errors import DamagedDataError, RunInterruptedError
 from jacstore.problem import prepare
 from jacstore.trace import cut_before_products
 from peers import child, serve
@@ -151,7 +151,7 @@ def test_sections_without_time_are_skipped_and_what_ends_one_leaves_the_others()
     checks = device_check.Run(600, small=True)
 
     def stopped(run: device_check.Run) -> dict[str, float]:
-        raise Interrupted("stopped between units")
+        raise RunInterruptedError("stopped between units")
 
     def fails(run: device_check.Run) -> dict[str, float]:
         run.check("error", 0.5, 0.1)
@@ -270,7 +270,7 @@ def test_kernels_that_differ_are_refused_and_examples_at_a_kink_are_counted() ->
     moved[:, 3] += 1e-3
     largest, kinks = child.check_kernel(moved.astype(np.float32), kernel, "moved")
     assert largest < child.TOLERANCE and kinks == 1
-    with pytest.raises(Damaged, match="60 examples"):
+    with pytest.raises(DamagedDataError, match="60 examples"):
         child.check_kernel(1.001 * kernel, kernel, "scaled")
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from jacstore import Problem, build, store_plan
 from jacstore import plan as planning
-from jacstore.errors import Refused
+from jacstore.errors import InvalidRequestError
 from jacstore.plan import MODES, GramPlan, Group, Side, block_shape
 from jacstore.schedule import plan_gram
 from jacstore.schema import typed
@@ -57,7 +57,7 @@ def covers(total, size):
 def test_units_pieces_and_files_cover_the_array_exactly(sizes, unit_size):
     try:
         plan = plan_store(**sizes, unit_size=unit_size)
-    except Refused as refusal:
+    except InvalidRequestError as refusal:
         assert "--unit-size" in str(refusal) and "files" in str(refusal)
         return
     assert covers(plan.n_examples, plan.unit_size)
@@ -77,7 +77,7 @@ def test_units_pieces_and_files_cover_the_array_exactly(sizes, unit_size):
 def test_a_chosen_unit_takes_an_eighth_of_the_memory_and_a_chosen_piece_no_more(sizes):
     try:
         plan = plan_store(**sizes)
-    except Refused:
+    except InvalidRequestError:
         return
     example = plan.n_outputs * plan.n_columns * plan.itemsize
     assert plan.unit_bytes <= max(sizes["memory"] // 8, example)
@@ -93,14 +93,16 @@ def test_a_chosen_unit_takes_an_eighth_of_the_memory_and_a_chosen_piece_no_more(
 def test_a_store_has_at_most_twenty_thousand_files_unless_its_units_are_tiny(sizes):
     try:
         plan = plan_store(**sizes)
-    except Refused:
+    except InvalidRequestError:
         return
     assert plan.n_files <= planning.MAX_FILES + 4 * plan.n_units
 
 
 def test_too_many_files_are_refused_and_the_advice_helps():
     sizes = {"n_examples": 100_000, "n_outputs": 1, "n_columns": 1000, "itemsize": 4, "memory": 10**9}
-    with pytest.raises(Refused, match=r"400,000 files; at most 80,000 .* larger --unit-size \(unit_size=\)"):
+    with pytest.raises(
+        InvalidRequestError, match=r"400,000 files; at most 80,000 .* larger --unit-size \(unit_size=\)"
+    ):
         plan_store(**sizes, unit_size=1)
     assert plan_store(**sizes, unit_size=100).n_files <= 80_000
 
@@ -144,7 +146,7 @@ def planned(request):
     while True:
         try:
             return plan_gram(**request | {"memory": memory}), memory
-        except Refused as refusal:
+        except InvalidRequestError as refusal:
             assume("tiles in" not in str(refusal))
             memory = 2 * memory
 
@@ -282,7 +284,7 @@ def test_a_plan_survives_json(request):
 @given(request=requests(memory=1))
 @quick
 def test_a_refusal_names_a_memory_that_suffices(request):
-    with pytest.raises(Refused, match="--memory") as caught:
+    with pytest.raises(InvalidRequestError, match="--memory") as caught:
         plan_gram(**request)
     memory = named_memory(caught.value)
     assert plan_gram(**request | {"memory": memory}).memory_bytes <= memory
@@ -416,7 +418,7 @@ def test_a_plan_for_a_kernel_of_300000_rows_takes_under_two_seconds(gib, outputs
 def test_too_many_tiles_are_refused_and_the_advice_helps():
     side = Side(n_examples=150, unit_size=10, piece_columns=8, itemsize=4)
     request = {"mode": "full", "rows": side, "cols": None, "n_outputs": 1, "n_columns": 20, "product_itemsize": 4}
-    with pytest.raises(Refused, match=r"22,500 tiles .* at most 20,000 .*--tile \(tile=\)"):
+    with pytest.raises(InvalidRequestError, match=r"22,500 tiles .* at most 20,000 .*--tile \(tile=\)"):
         plan_gram(**request, memory=10**9, tile=1)
     assert plan_gram(**request, memory=10**9, tile=2).tiles_total == 75 * 76 // 2
 
@@ -430,7 +432,7 @@ def test_tiles_that_nobody_asked_for_never_make_too_many_files(leaves):
 def test_by_leaf_every_tile_counts_once_for_each_leaf():
     side = Side(n_examples=100, unit_size=10, piece_columns=8, itemsize=4)
     request = {"mode": "full", "rows": side, "cols": None, "n_outputs": 1, "n_columns": 20, "product_itemsize": 4}
-    with pytest.raises(Refused, match="30,000 tiles"):
+    with pytest.raises(InvalidRequestError, match="30,000 tiles"):
         plan_gram(**request, memory=10**9, tile=1, leaf_borders=[0, 5, 11])
 
 

@@ -12,7 +12,13 @@ from scipy.special import softmax
 
 import jacstore
 from jacstore import StoreWriter
-from jacstore.errors import Damaged, Interrupted, Locked, Mismatch, Refused
+from jacstore.errors import (
+    DamagedDataError,
+    InvalidRequestError,
+    LockedError,
+    RequestMismatchError,
+    RunInterruptedError,
+)
 from jacstore.inverse_roots import Request, by_primal_quadrature
 from jacstore.noise import BLOCK, KeyedNoise
 from jacstore.quadrature import points, quadrature
@@ -327,7 +333,7 @@ def test_a_stopped_call_continues_after_its_last_finished_pass(on_disk, tmp_path
         asked.append(1)
         return len(asked) > 2
 
-    with pytest.raises(Interrupted, match="continues after the last finished pass"):
+    with pytest.raises(RunInterruptedError, match="continues after the last finished pass"):
         draw(third_time)
     assert not (tmp_path / "z.npy").exists()
     found, read = passes(on_disk.store, draw)
@@ -337,7 +343,7 @@ def test_a_stopped_call_continues_after_its_last_finished_pass(on_disk, tmp_path
 
 def test_a_pass_that_was_damaged_on_disk_is_made_again(on_disk, tmp_path):
     calls = iter([False, False, True])
-    with pytest.raises(Interrupted):
+    with pytest.raises(RunInterruptedError):
         jacstore.sample(
             on_disk.store,
             on_disk.kernel,
@@ -365,21 +371,21 @@ def test_another_request_foreign_files_and_damage_are_refused(on_disk, tmp_path)
         return jacstore.sample(on_disk.store, on_disk.kernel, **{"alpha": 0.1, "n": 6, "key": 2, "out": out, **options})
 
     first = draw()
-    with pytest.raises(Mismatch, match=r"alpha: 0\.1 -> 0\.2"):
+    with pytest.raises(RequestMismatchError, match=r"alpha: 0\.1 -> 0\.2"):
         draw(alpha=0.2)
-    with pytest.raises(Mismatch, match="key: 2 -> 3"):
+    with pytest.raises(RequestMismatchError, match="key: 2 -> 3"):
         draw(key=3)
     assert np.array_equal(draw(overwrite=True), first)
     whole = out.read_bytes()
     out.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(Damaged, match="overwrite"):
+    with pytest.raises(DamagedDataError, match="overwrite"):
         draw()
     (tmp_path / "other.npy").write_bytes(b"mine")
-    with pytest.raises(Refused, match="not written by this"):
+    with pytest.raises(InvalidRequestError, match="not written by this"):
         draw(out=tmp_path / "other.npy")
-    with pytest.raises(Refused, match=r"ends in \.npy"):
+    with pytest.raises(InvalidRequestError, match=r"ends in \.npy"):
         draw(out=tmp_path / "folder")
-    with jacstore.sample_files.kept_in(tmp_path / "y.npy", {}, False, print, None), pytest.raises(Locked):
+    with jacstore.sample_files.kept_in(tmp_path / "y.npy", {}, False, print, None), pytest.raises(LockedError):
         draw(out=tmp_path / "y.npy")
 
 
@@ -392,11 +398,11 @@ def test_a_kernel_with_a_replaced_diagonal_or_of_another_store_is_refused(wide):
         lambda: jacstore.sample(wide.store, kernel, alpha=0.1, n=2, key=0),
         lambda: jacstore.sample_tests(np.zeros((2, wide.p)), wide.store, kernel, 0.1),
     ):
-        with pytest.raises(Refused, match="replaced by exact norms"):
+        with pytest.raises(InvalidRequestError, match="replaced by exact norms"):
             call()
-    with pytest.raises(Mismatch, match="not the kernel of"):
+    with pytest.raises(RequestMismatchError, match="not the kernel of"):
         jacstore.sample(Case("wide", seed=1).store, wide.kernel, alpha=0.1, n=2, key=0)
-    with pytest.raises(Refused, match="mode trace"):
+    with pytest.raises(InvalidRequestError, match="mode trace"):
         jacstore.sample(wide.store, jacstore.gram(wide.store, mode="trace"), alpha=0.1, n=2, key=0)
 
 
@@ -424,14 +430,14 @@ def test_a_kernel_with_a_replaced_diagonal_or_of_another_store_is_refused(wide):
 )
 def test_what_cannot_be_is_refused_in_one_line(wide, options, said):
     asked = {"kernel": wide.kernel, "alpha": 0.1, "n": 2, "key": 0, **options}
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(InvalidRequestError) as caught:
         jacstore.sample(wide.store, **asked)
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_noise_of_ones_own_needs_alpha_and_takes_no_key(wide):
     for options in ({}, {"alpha": 1.0, "key": 3}):
-        with pytest.raises(Refused, match="needed is alpha"):
+        with pytest.raises(InvalidRequestError, match="needed is alpha"):
             jacstore.sample_from(Injected(wide.rows, wide.p), wide.store, **options)
 
 
@@ -516,7 +522,7 @@ def test_a_store_with_nan_has_no_posterior(method):
     options = {"unit_size": 4, "dtype": "float64", "codec": "none", "memory": "500MB", "allow_nonfinite": True}
     with StoreWriter(None, {"w": (6,)}, 4, 2, **options) as writer:
         writer.write_unit(0, {"w": rows})
-    with pytest.raises(Refused, match="example 2"):
+    with pytest.raises(InvalidRequestError, match="example 2"):
         jacstore.sample(writer.store, None, alpha=0.1, n=3, key=0, method=method)
 
 

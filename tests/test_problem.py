@@ -21,7 +21,7 @@ import zarr
 from helpers_errors import refusal
 
 import jacstore
-from jacstore.errors import ProbeFailed, Refused, SelectedState
+from jacstore.errors import InvalidFunctionError, InvalidRequestError, SelectedStateWarning
 from jacstore.problem import Problem, precision_context, prepare
 from jacstore.program import program_text
 from jacstore.target import load_target
@@ -412,10 +412,10 @@ def test_a_batched_function_is_called_with_one_example():
 
 
 def test_batch_norm_in_training_mode_is_refused():
-    assert "BatchNorm" in refusal(prepare, linear_problem(apply=batch_norm, batched=True), error=ProbeFailed)
+    assert "BatchNorm" in refusal(prepare, linear_problem(apply=batch_norm, batched=True), error=InvalidFunctionError)
     identical = np.repeat(X[:1], N, axis=0)
     problem = linear_problem(apply=batch_norm, batched=True, inputs=identical)
-    assert "other examples" in refusal(prepare, problem, error=ProbeFailed)
+    assert "other examples" in refusal(prepare, problem, error=InvalidFunctionError)
 
 
 def test_tokens_coupled_over_the_batch_are_refused():
@@ -425,7 +425,7 @@ def test_tokens_coupled_over_the_batch_are_refused():
         return params["w"][batch].mean((0, 1))[None].repeat(len(batch), 0)
 
     assert "other examples" in refusal(
-        prepare, linear_problem(apply=apply, batched=True, inputs=tokens), error=ProbeFailed
+        prepare, linear_problem(apply=apply, batched=True, inputs=tokens), error=InvalidFunctionError
     )
 
 
@@ -457,7 +457,7 @@ def test_noise_is_refused_even_inside_a_jit_of_the_user(jitted):
         return linear(params, x) * (noise.random(K) > 0.5) + noise.random(K)
 
     problem = linear_problem(apply=jax.jit(apply) if jitted else apply)
-    assert "change from call to call" in refusal(prepare, problem, error=ProbeFailed)
+    assert "change from call to call" in refusal(prepare, problem, error=InvalidFunctionError)
 
 
 @pytest.mark.parametrize("drawn", ["when traced", "when called"])
@@ -471,7 +471,7 @@ def test_noise_behind_a_callback_is_refused(drawn):
             lambda: noise.random(K, np.float32) if fixed is None else fixed, like
         )
 
-    assert "change from call to call" in refusal(prepare, linear_problem(apply=apply), error=ProbeFailed)
+    assert "change from call to call" in refusal(prepare, linear_problem(apply=apply), error=InvalidFunctionError)
 
 
 def test_a_function_is_compiled_once_unless_its_two_traces_differ():
@@ -483,17 +483,17 @@ def test_a_function_is_compiled_once_unless_its_two_traces_differ():
         prepare(linear_problem())
         assert len(compiled) == 1
         noise = np.random.default_rng(3)
-        refusal(prepare, linear_problem(apply=lambda p, x: linear(p, x) + noise.random()), error=ProbeFailed)
+        refusal(prepare, linear_problem(apply=lambda p, x: linear(p, x) + noise.random()), error=InvalidFunctionError)
         assert len(compiled) == 3
     finally:
         jax.monitoring.clear_event_listeners()
 
 
 def test_outputs_that_are_not_finite_are_refused():
-    text = refusal(prepare, linear_problem(apply=lambda p, x: linear(p, x) / 0), error=ProbeFailed)
+    text = refusal(prepare, linear_problem(apply=lambda p, x: linear(p, x) / 0), error=InvalidFunctionError)
     assert "example 0" in text and "finite" in text
     broken = {"w": W * np.nan, "b": np.zeros(K, np.float32)}
-    assert "params leaf 'w'" in refusal(prepare, linear_problem(params=broken), error=ProbeFailed)
+    assert "params leaf 'w'" in refusal(prepare, linear_problem(params=broken), error=InvalidFunctionError)
 
 
 @pytest.mark.parametrize("batched", [False, True])
@@ -502,7 +502,7 @@ def test_a_non_finite_example_0_is_left_to_the_build(batched):
     inputs[0, 1] = np.nan
     assert prepare(linear_problem(inputs=inputs, apply=batch_linear if batched else linear, batched=batched))
     if batched:
-        refusal(prepare, linear_problem(inputs=inputs, apply=batch_norm, batched=True), error=ProbeFailed)
+        refusal(prepare, linear_problem(inputs=inputs, apply=batch_norm, batched=True), error=InvalidFunctionError)
 
 
 class Table:
@@ -536,7 +536,7 @@ def test_running_statistics_among_the_parameters_are_warned_of_with_the_pattern_
     def apply(v, x):
         return linear(v["params"], x) - v["batch_stats"]["norm"]["mean"]
 
-    with pytest.warns(SelectedState, match="batch_stats/norm/mean") as seen:
+    with pytest.warns(SelectedStateWarning, match="batch_stats/norm/mean") as seen:
         store = jacstore.build(linear_problem(apply=apply, params=variables), None)
     assert len(store.leaves) == 3
     (said,) = [str(warning.message) for warning in seen]
@@ -770,7 +770,7 @@ def test_noise_behind_a_kept_jit_is_found_and_programs_of_the_user_stay(within):
     of_the_user(X)
     for _ in range(3):
         problem = {"apply": apply, "params": params(), "inputs": X}
-        assert "change from call to call" in refusal(jacstore.ntk, **problem, error=ProbeFailed)
+        assert "change from call to call" in refusal(jacstore.ntk, **problem, error=InvalidFunctionError)
         jacstore.ntk(linear, params(), X)
         of_the_user(X)
     assert len(traced) == 1
@@ -889,7 +889,7 @@ def test_a_missing_target_is_refused(text):
 def test_an_exception_inside_a_target_is_one_line_with_file_and_line(tmp_path, source, named):
     file = tmp_path / "broken.py"
     file.write_text(source)
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(InvalidRequestError) as caught:
         load_target(f"{file}:problem")
     text = str(caught.value)
     assert named in text and f"{file}:2" in text and "\n" not in text
@@ -911,7 +911,7 @@ def test_random_numbers_that_float64_would_change_are_refused():
         return lambda params, x: jnp.tanh(x @ params["w"] / 4 + jax.random.normal(jax.random.key(0), (3,), dtype))
 
     problem = Problem(apply=noisy(float), params=params, inputs=x)
-    with pytest.raises(ProbeFailed, match="random numbers"):
+    with pytest.raises(InvalidFunctionError, match="random numbers"):
         prepare(problem, float64=True)
     prepare(problem)
     prepare(Problem(apply=noisy(np.float32), params=params, inputs=x), float64=True)
@@ -925,5 +925,5 @@ def test_a_callback_without_a_way_to_be_batched_is_named():
         return jnp.tanh(jax.lax.stop_gradient(twice) @ params["w"])
 
     problem = Problem(apply=apply, params={"w": np.ones((4, 3), np.float32)}, inputs=np.ones((6, 4), np.float32))
-    with pytest.raises(Refused, match="vmap_method"):
+    with pytest.raises(InvalidRequestError, match="vmap_method"):
         jacstore.build(problem)

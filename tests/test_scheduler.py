@@ -26,7 +26,7 @@ import jacstore
 import jacstore.schedule
 import jacstore.store_plan
 from jacstore import StoreWriter, build, gram
-from jacstore.errors import Damaged, Incomplete, Interrupted, Locked, Mismatch
+from jacstore.errors import DamagedDataError, IncompleteError, LockedError, RequestMismatchError, RunInterruptedError
 from jacstore.progress import ItemDone
 from jacstore.testing import TOLERANCE, Counting, dense_kernel, kernel_error, mlp
 
@@ -118,13 +118,13 @@ def test_a_cluster_with_another_working_directory_finds_the_store(store, cluster
 def test_damage_that_a_worker_finds_is_reported_as_here(store, cluster, tmp_path):
     damaged = Path(shutil.copytree(store, tmp_path / "run.jac"))
     (damaged / "rows/c/3/0/0").unlink()
-    text = refusal(gram, damaged, out=tmp_path / "run.ntk", scheduler=cluster.scheduler_address, error=Damaged)
+    text = refusal(gram, damaged, out=tmp_path / "run.ntk", scheduler=cluster.scheduler_address, error=DamagedDataError)
     assert "unit 3 (examples 12 to 15)" in text and "leaf w" in text and "rows/c/3/0/0 is missing" in text
 
 
 def test_a_run_on_a_cluster_can_be_interrupted_and_continued(store, cluster, alone, rows, tmp_path):
     words = {"out": tmp_path / "run.ntk", "scheduler": cluster.scheduler_address, "workers": 3, "tile": 1}
-    with pytest.raises(Interrupted):
+    with pytest.raises(RunInterruptedError):
         gram(store, **words, stop=lambda: True)
     kernel = gram(store, **words)
     assert kernel.complete and kernel_error(values(kernel), alone, rows) <= FLOAT32
@@ -296,7 +296,7 @@ def test_the_order_of_the_parts_does_not_show_in_the_bits(store, tmp_path):
 
 def test_half_a_kernel_is_not_a_kernel(store, tmp_path):
     kernel = gram(store, out=tmp_path / "run.ntk", part="2/2", tile=7)
-    assert "incomplete" in refusal(lambda: kernel.array, error=Incomplete)
+    assert "incomplete" in refusal(lambda: kernel.array, error=IncompleteError)
     result = invoke("info", tmp_path / "run.ntk")
     assert result.exit_code == 0 and "incomplete: 0 of 6 tiles" in result.stdout
 
@@ -326,7 +326,7 @@ def test_two_parts_may_run_at_once_but_not_one_part_twice(store, alone, rows, tm
         first = pool.submit(gram, store, out=tmp_path / "run.ntk", part="1/2", tile=7, listener=hold)
         assert holding.wait(SECONDS)
         try:
-            text = refusal(gram, store, out=tmp_path / "run.ntk", part="1/2", tile=7, error=Locked)
+            text = refusal(gram, store, out=tmp_path / "run.ntk", part="1/2", tile=7, error=LockedError)
             assert re.search(rf"process {os.getpid()} on this host", text) and "--part" in text
             kernel = gram(store, out=tmp_path / "run.ntk", part="2/2", tile=7)
         finally:
@@ -338,10 +338,12 @@ def test_two_parts_may_run_at_once_but_not_one_part_twice(store, alone, rows, tm
 def test_other_options_than_the_first_parts_are_refused(store, tmp_path):
     gram(store, out=tmp_path / "run.ntk", part="1/2", tile=7)
     for changes in ({"tile": 5}, {"mode": "trace"}, {"dtype": "float32"}, {"precision": "float64"}, {"by_leaf": True}):
-        text = refusal(gram, store, out=tmp_path / "run.ntk", part="2/2", **({"tile": 7} | changes), error=Mismatch)
+        text = refusal(
+            gram, store, out=tmp_path / "run.ntk", part="2/2", **({"tile": 7} | changes), error=RequestMismatchError
+        )
         assert f"{next(iter(changes))}: " in text
     other = build(mlp(3), tmp_path / "other.jac", codec="none")
-    assert "store: " in refusal(gram, other, out=tmp_path / "run.ntk", part="2/2", tile=7, error=Mismatch)
+    assert "store: " in refusal(gram, other, out=tmp_path / "run.ntk", part="2/2", tile=7, error=RequestMismatchError)
     assert Path(tmp_path / "run.ntk/zarr.json").exists()
 
 

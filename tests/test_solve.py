@@ -23,7 +23,7 @@ import jacstore.factorization
 import jacstore.files
 from jacstore import KernelFactor, KernelRidge, StoreWriter, block_cg
 from jacstore.dense import Gram
-from jacstore.errors import Incomplete, Refused
+from jacstore.errors import IncompleteError, InvalidRequestError
 from jacstore.factoring import describe_spectrum
 from jacstore.testing import mlp
 
@@ -69,7 +69,7 @@ def error(found, truth):
     return np.linalg.norm(found - truth) / np.linalg.norm(truth)
 
 
-def refused(call, *given, error=Refused, **named):
+def refused(call, *given, error=InvalidRequestError, **named):
     with pytest.raises(error) as caught:
         call(*given, **named)
     assert "\n" not in str(caught.value)
@@ -390,7 +390,7 @@ def test_what_is_no_symmetric_kernel_is_refused(kernels):
     assert "a real matrix" in refused(KernelFactor, case.gram * 1j, 1.0)
     assert "has 2 row(s) per example" in refused(KernelFactor, kernels / "full.ntk", 1.0, outputs=3)
     (kernels / "full.ntk/ledger/tiles-0000000.json").unlink()
-    assert "missing" in refused(KernelFactor, kernels / "full.ntk", 1.0, error=Incomplete)
+    assert "missing" in refused(KernelFactor, kernels / "full.ntk", 1.0, error=IncompleteError)
 
 
 def test_a_row_that_is_not_finite_is_named():

@@ -21,7 +21,7 @@ import jacstore
 import jacstore.checkpoints
 import jacstore.ledger
 from jacstore import gram
-from jacstore.errors import Damaged, Incomplete, Refused
+from jacstore.errors import DamagedDataError, IncompleteError, InvalidRequestError
 
 HAPPENED: Counter[str] = Counter()
 TRUTHS: dict[tuple[str, int], dict[str, dict[str, bytes]]] = {}
@@ -79,7 +79,7 @@ class Promise(RuleBasedStateMachine):
     def finish_kernel(self):
         """All parts; partial sums that turn out to be damaged are named, and computed by the next run."""
         for _ in range(4):
-            with contextlib.suppress(Damaged):
+            with contextlib.suppress(DamagedDataError):
                 for number in range(1, self.parts + 1):
                     kernel = gram(self.store, self.kernel, part=(number, self.parts), **KERNEL)
                 if kernel.complete:
@@ -104,7 +104,7 @@ class Promise(RuleBasedStateMachine):
             assert store.complete
             if not self.damaged["store"]:
                 assert store.report["units_reused"] == before
-            with contextlib.suppress(Damaged):
+            with contextlib.suppress(DamagedDataError):
                 self.damaged["store"] = not is_right(self.store, self.truth("store"))
 
     @precondition(lambda self: self.store.exists())
@@ -114,7 +114,7 @@ class Promise(RuleBasedStateMachine):
         part = (min(number, self.parts), self.parts)
         try:
             kernel = knife.run(lambda: gram(self.store, self.kernel, part=part, **KERNEL), self.kernel)
-        except (Incomplete, Refused, Damaged) as error:
+        except (IncompleteError, InvalidRequestError, DamagedDataError) as error:
             self.judge_refusal(error)
             return
         HAPPENED["grams killed" if kernel is None else "grams"] += 1
@@ -124,7 +124,7 @@ class Promise(RuleBasedStateMachine):
         """A gram stops only for want of a store, or because something is damaged and says so."""
         assert "\n" not in str(error)
         HAPPENED["grams refused"] += 1
-        if isinstance(error, Damaged):
+        if isinstance(error, DamagedDataError):
             assert self.damaged["store"] or self.damaged["kernel"]
         elif self.store.exists() and (self.store / "zarr.json").exists():
             assert not jacstore.open(self.store).complete
@@ -194,10 +194,10 @@ class Promise(RuleBasedStateMachine):
             opened = jacstore.open(path)
             complete = opened.info()["complete"]
             found = bits(opened)
-        except Damaged as error:
+        except DamagedDataError as error:
             assert self.damaged[what] and "\n" not in str(error)
             HAPPENED["damage named"] += 1
-        except Incomplete:
+        except IncompleteError:
             HAPPENED["incomplete"] += 1
         else:
             assert complete and found == self.truth(what)

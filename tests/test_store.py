@@ -23,7 +23,7 @@ import jacstore
 import jacstore.files
 from jacstore import StoreWriter
 from jacstore.blocks import from_bfloat16, to_bfloat16
-from jacstore.errors import Damaged, Incomplete, Mismatch, NonFinite, Refused
+from jacstore.errors import DamagedDataError, IncompleteError, InvalidRequestError, NonFiniteError, RequestMismatchError
 from jacstore.files import PAGE, STAGED, Folder, Memory
 from jacstore.pieces import CODECS, FileRecord, page_aligned, raw
 from jacstore.progress import UnitDone
@@ -67,7 +67,7 @@ def assert_holds(store, rows):
     np.testing.assert_array_equal(computed(store.array), truth.reshape(-1, truth.shape[-1]))
 
 
-def refused(call, *given, error=Refused, **named):
+def refused(call, *given, error=InvalidRequestError, **named):
     with pytest.raises(error) as caught:
         call(*given, **named)
     assert "\n" not in str(caught.value)
@@ -105,7 +105,7 @@ def test_a_missing_unit_is_nan_to_any_reader_and_refused_by_ours(tmp_path):
     np.testing.assert_array_equal(computed(da.from_zarr(tmp_path / "s", component="rows")), truth)
     assert np.isnan(store.norms[3:6]).all() and np.isfinite(store.norms[[0, 1, 2, 6]]).all()
     assert not store.complete
-    assert "1 of 3 units missing" in refused(computed, store.array, error=Incomplete)
+    assert "1 of 3 units missing" in refused(computed, store.array, error=IncompleteError)
 
 
 def test_a_missing_unit_of_bfloat16_is_nan_to_any_reader(tmp_path):
@@ -248,7 +248,7 @@ def test_a_flipped_byte_of_any_piece_stops_every_reader_and_names_unit_and_leaf(
         for offset, size, _ in FileRecord.from_list(store.record(unit)["files"][name]).pieces:
             for position in {offset, offset + size // 2, offset + size - 1}:
                 file.write_bytes(flipped(good, position))
-                text = refused(read_everything, tmp_path / "s", error=Damaged)
+                text = refused(read_everything, tmp_path / "s", error=DamagedDataError)
                 assert f"unit {unit} (examples {3 * unit} to {min(3 * unit + 2, N - 1)})" in text and name in text
                 assert "leaf body/w" in text or "leaf body/b" in text or "leaf head/a%2Fb" in text
                 assert open_store(str(tmp_path / "s")).check_unit(unit)
@@ -280,9 +280,9 @@ def test_a_file_that_is_short_long_or_gone_is_noticed(array, tmp_path):
         assert "bytes, recorded were" in store.check_unit(1)
     end = FileRecord.from_list(store.record(1)["files"][str(file.relative_to(tmp_path / "s"))]).pieces[-1][0]
     file.write_bytes(good[: end + 1])
-    assert "before what was recorded" in refused(read_everything, tmp_path / "s", error=Damaged)
+    assert "before what was recorded" in refused(read_everything, tmp_path / "s", error=DamagedDataError)
     file.unlink()
-    assert "is missing" in refused(read_everything, tmp_path / "s", error=Damaged)
+    assert "is missing" in refused(read_everything, tmp_path / "s", error=DamagedDataError)
     assert not store.sizes_match(1) and store.check_unit(1)
     assert store.check_unit(0) is None and store.sizes_match(0)
 
@@ -296,14 +296,14 @@ def test_two_files_of_one_size_that_changed_places_are_noticed(array, tmp_path):
     one.write_bytes(b)
     other.write_bytes(a)
     assert store.sizes_match(0) and store.check_unit(0) and store.check_unit(1)
-    refused(read_everything, tmp_path / "s", error=Damaged)
+    refused(read_everything, tmp_path / "s", error=DamagedDataError)
 
 
 def test_a_damaged_unit_that_was_read_is_written_again(tmp_path):
     write(tmp_path / "s")
     file = files_of(tmp_path / "s", "rows")[1]
     file.write_bytes(flipped(file.read_bytes(), 3))
-    refused(read_everything, tmp_path / "s", error=Damaged)
+    refused(read_everything, tmp_path / "s", error=DamagedDataError)
     with StoreWriter(tmp_path / "s", LEAVES, N, K, memory=SMALL) as writer:
         assert writer.missing == [(3, 6)]
     assert_holds(write(tmp_path / "s"), rows_of())
@@ -318,7 +318,7 @@ def test_a_record_with_any_flipped_bit_is_read_right_or_reported(tmp_path):
         record.write_bytes(good[:position] + bytes([good[position] ^ bit]) + good[position + 1 :])
         try:
             found = read_everything(tmp_path / "s")
-        except (Damaged, Incomplete):
+        except (DamagedDataError, IncompleteError):
             continue
         for a, b in zip(found, truth, strict=True):
             np.testing.assert_array_equal(a, b)
@@ -332,7 +332,7 @@ def test_a_flipped_bit_in_the_attributes_is_reported(good, bad, tmp_path):
     root = tmp_path / "s" / "zarr.json"
     assert good in root.read_text()
     root.write_text(root.read_text().replace(good, bad))
-    refused(read_everything, tmp_path / "s", error=Damaged)
+    refused(read_everything, tmp_path / "s", error=DamagedDataError)
 
 
 def test_a_folder_that_is_no_store_is_refused(tmp_path):
@@ -417,7 +417,7 @@ def test_other_arguments_over_old_bytes_are_refused_and_named(changes, named, tm
     first = {"leaves": LEAVES, "n_examples": N, "n_outputs": K, "unit_size": 3, "requested": {"weights": "a"}}
     with StoreWriter(tmp_path / "s", **first):
         pass
-    assert named in refused(StoreWriter, tmp_path / "s", **first | changes, error=Mismatch)
+    assert named in refused(StoreWriter, tmp_path / "s", **first | changes, error=RequestMismatchError)
     with StoreWriter(tmp_path / "s", **first | changes, overwrite=True) as writer:
         assert writer.store.n_units == len(writer.missing)
 
@@ -461,7 +461,7 @@ def test_an_empty_leaf_among_others_takes_no_column():
 def test_rows_that_are_not_finite_are_refused_and_the_examples_named(bad, tmp_path):
     rows = rows_of()
     rows["body/b"][4, 1, 2] = bad
-    assert "example(s) 4 hold" in refused(write, tmp_path / "s", rows, error=NonFinite)
+    assert "example(s) 4 hold" in refused(write, tmp_path / "s", rows, error=NonFiniteError)
     assert open_store(str(tmp_path / "s")).ledger.done("unit") == [0]
     store = write(tmp_path / "s", rows, allow_nonfinite=True)
     assert store.info()["nonfinite_examples"] == [4]
@@ -478,12 +478,12 @@ def test_rows_that_are_not_finite_are_refused_and_the_examples_named(bad, tmp_pa
 )
 def test_rows_that_rounding_makes_infinite_are_refused(dtype, value):
     rows = {"w": np.full((2, 1, 3), value)}
-    assert f"as {dtype}" in refused(write, None, rows, leaves={"w": (3,)}, dtype=dtype, error=NonFinite)
+    assert f"as {dtype}" in refused(write, None, rows, leaves={"w": (3,)}, dtype=dtype, error=NonFiniteError)
 
 
 def test_finite_norms_do_not_hide_rows_that_are_not():
     with StoreWriter(None, {"w": (3,)}, 2, 1, unit_size=2) as writer:
-        refused(writer.write_unit, 0, {"w": np.full((2, 1, 3), np.nan)}, norms=np.ones((2, 1, 1)), error=NonFinite)
+        refused(writer.write_unit, 0, {"w": np.full((2, 1, 3), np.nan)}, norms=np.ones((2, 1, 1)), error=NonFiniteError)
 
 
 def test_finite_rows_with_squares_beyond_float32_are_stored():
@@ -687,7 +687,7 @@ def test_a_full_disk_is_one_past_the_page_cache_too(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "no space left")
 
     monkeypatch.setattr(os, "write", full)
-    with pytest.raises(Refused, match="disk full"):
+    with pytest.raises(InvalidRequestError, match="disk full"):
         Folder(tmp_path).write("x", [raw(page_aligned((PAGE,), "uint8"))], cached=False)
 
 
@@ -721,18 +721,18 @@ def test_every_type_is_kept_to_the_bit_with_every_codec(dtype, codec, tmp_path):
 
 def test_masked_arrays_are_refused_since_their_mask_would_be_lost(tmp_path):
     masked = np.ma.masked_array(np.ones((3, 2)), mask=np.eye(3, 2))
-    with pytest.raises(Refused, match="masked"):
+    with pytest.raises(InvalidRequestError, match="masked"):
         jacstore.build(jacstore.Problem(apply=lambda p, x: x @ p, params=np.ones((2, 1)), inputs=masked), None)
     with (
         StoreWriter(None, {"w": (2,)}, 3, 1, unit_size=3, memory="10MB") as writer,
-        pytest.raises(Refused, match="masked"),
+        pytest.raises(InvalidRequestError, match="masked"),
     ):
         writer.write_unit(0, {"w": masked[:, None]})
 
 
 def test_a_triangle_is_refused_between_two_stores():
     first, second = (write(None, rows_of(seed=seed), memory="10MB") for seed in (0, 1))
-    with pytest.raises(Refused, match="--triangle"):
+    with pytest.raises(InvalidRequestError, match="--triangle"):
         jacstore.gram(first, second, triangle=True)
 
 
@@ -747,7 +747,7 @@ def test_a_triangle_is_refused_between_two_stores():
     ],
 )
 def test_a_writer_of_no_such_store_is_refused_and_makes_nothing(given, said, tmp_path):
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(InvalidRequestError) as caught:
         StoreWriter(tmp_path / "s", **{"leaves": [("a", (3,))], "n_examples": 2, "n_outputs": 1} | given)
     assert said in str(caught.value) and not (tmp_path / "s").exists()
 
@@ -762,7 +762,7 @@ def test_a_writer_of_no_such_store_is_refused_and_makes_nothing(given, said, tmp
 )
 def test_a_unit_of_no_such_kind_is_refused_and_may_be_written_again(rows, norms, said):
     with StoreWriter(None, [("a", (3,))], 2, 1, unit_size=2) as writer:
-        with pytest.raises(Refused) as caught:
+        with pytest.raises(InvalidRequestError) as caught:
             writer.write_unit(0, rows, norms=norms)
         assert said in str(caught.value)
         writer.write_unit(0, {"a": np.ones((2, 1, 3))})

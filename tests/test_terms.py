@@ -14,7 +14,7 @@ import pytest
 import jacstore
 from jacstore import Problem
 from jacstore.contraction import products
-from jacstore.errors import Refused
+from jacstore.errors import InvalidRequestError
 from jacstore.jacobian import DevicePass
 from jacstore.problem import precision_context, prepare
 from jacstore.schema import typed
@@ -387,7 +387,7 @@ def test_a_writer_takes_factors(tmp_path):
             for leaf in leaves:
                 rows[leaf.path] = {name: held[name] for name in leaf.operands if name not in given}
                 given.update(leaf.operands)
-            with pytest.raises(Refused, match="operand"):
+            with pytest.raises(InvalidRequestError, match="operand"):
                 writer.write_unit(start, {})
             writer.write_unit(start, rows)
     np.testing.assert_array_equal(writer.store.array.compute(), source.array.compute())

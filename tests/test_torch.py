@@ -15,7 +15,13 @@ from helpers_process import contents
 from test_problem import Table
 
 import jacstore
-from jacstore.errors import Interrupted, Mismatch, NonFinite, ProbeFailed, Refused
+from jacstore.errors import (
+    InvalidFunctionError,
+    InvalidRequestError,
+    NonFiniteError,
+    RequestMismatchError,
+    RunInterruptedError,
+)
 from jacstore.progress import BatchDone
 from jacstore.testing import Counting, Stopping, dense_kernel, kernel_error, row_error
 
@@ -423,7 +429,7 @@ def test_a_killed_build_continues_and_equals_an_uninterrupted_one_to_the_bit(tmp
 def test_an_interrupted_build_says_what_is_missing_and_continues(tmp_path):
     module, inputs = grown()
     seen = Stopping(BatchDone, after=3)
-    with pytest.raises(Interrupted, match="units missing"):
+    with pytest.raises(RunInterruptedError, match="units missing"):
         jacstore.torch.build(module, inputs, tmp_path / "s", unit_size=2, batch_size=1, listener=seen, stop=seen.stop)
     again = Counting()
     store = jacstore.torch.build(module, inputs, tmp_path / "s", unit_size=2, batch_size=2, listener=again)
@@ -494,7 +500,7 @@ def test_another_request_is_refused_and_named_and_overwrite_starts_anew(tmp_path
     jacstore.torch.build(module, inputs, tmp_path / "s", unit_size=2)
     module, inputs, options = CHANGES[field](module, inputs)
     options = {"unit_size": 2, **options}
-    with pytest.raises(Mismatch, match=field) as refused:
+    with pytest.raises(RequestMismatchError, match=field) as refused:
         jacstore.torch.build(module, inputs, tmp_path / "s", **options)
     assert "\n" not in str(refused.value)
     assert jacstore.torch.build(module, inputs, tmp_path / "s", overwrite=True, **options).complete
@@ -503,18 +509,18 @@ def test_another_request_is_refused_and_named_and_overwrite_starts_anew(tmp_path
 def test_attributes_buffers_and_what_no_text_shows_are_part_of_the_request(tmp_path):
     module, inputs = grown()
     jacstore.torch.build(module, inputs, tmp_path / "a")
-    with pytest.raises(Mismatch, match="function"):
+    with pytest.raises(RequestMismatchError, match="function"):
         jacstore.torch.build(changed_slope(module, inputs)[0], inputs, tmp_path / "a")
     module, inputs = cnn()
     jacstore.torch.build(module, inputs, tmp_path / "b")
     module[1].running_mean += 1
-    with pytest.raises(Mismatch, match="constants"):
+    with pytest.raises(RequestMismatchError, match="constants"):
         jacstore.torch.build(module, inputs, tmp_path / "b")
     layer = nn.Linear(4, 2)
     module = Function(lambda m, x: m.a(x).tanh(), a=layer)
     jacstore.torch.build(module, torch.randn(4, 4, generator=torch.Generator().manual_seed(0)), tmp_path / "c")
     module.run = lambda m, x: m.a(x).sin()
-    with pytest.raises(Mismatch, match="function: outputs of example 0 changed"):
+    with pytest.raises(RequestMismatchError, match="function: outputs of example 0 changed"):
         jacstore.torch.build(module, torch.randn(4, 4, generator=torch.Generator().manual_seed(0)), tmp_path / "c")
 
 
@@ -524,7 +530,7 @@ def test_a_rectangular_kernel_needs_the_same_parameters(tmp_path):
     rows = [truth(module, x) for x in (inputs, inputs[:3] + 1)]
     found = jacstore.gram(*stores).array.compute(scheduler="synchronous")
     assert kernel_error(found, dense_kernel(*rows), rows[0], rows[1]) <= 1e-12
-    with pytest.raises(Refused, match="parameters"):
+    with pytest.raises(InvalidRequestError, match="parameters"):
         jacstore.gram(stores[0], jacstore.torch.build(*changed_weights(module, inputs)[:2], None))
 
 
@@ -533,7 +539,7 @@ def test_rows_that_are_not_finite_are_refused_naming_the_example(allow):
     module, inputs = grown()
     inputs[4, 1] = torch.nan
     if not allow:
-        with pytest.raises(NonFinite, match=r"example\(s\) 4 "):
+        with pytest.raises(NonFiniteError, match=r"example\(s\) 4 "):
             jacstore.torch.build(module, inputs, None)
         return
     store = jacstore.torch.build(module, inputs, None, allow_nonfinite=True)
@@ -543,7 +549,7 @@ def test_rows_that_are_not_finite_are_refused_naming_the_example(allow):
 def test_a_first_example_that_is_not_finite_is_the_builds_to_report():
     module, inputs = grown()
     inputs[0] = torch.inf
-    with pytest.raises(NonFinite, match=r"example\(s\) 0 "):
+    with pytest.raises(NonFiniteError, match=r"example\(s\) 0 "):
         jacstore.torch.build(module, inputs, None)
 
 
@@ -594,44 +600,62 @@ def linear(forward, width=2):
 
 X = torch.tensor([[1.0, 2, 3, 4], [-5, -6, -7, -8], [1, 1, 1, 1]])
 REFUSALS = {
-    "dropout": (lambda: nn.Sequential(nn.Linear(4, 2), nn.Dropout()), X, {}, ProbeFailed, r"'1' \(Dropout\).*eval"),
-    "batch norm": (lambda: nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)), X, {}, ProbeFailed, "couples.*eval"),
-    "transformer": (lambda: nn.TransformerEncoderLayer(4, 2, 8), X[:, None], {}, ProbeFailed, "noise.*eval"),
+    "dropout": (
+        lambda: nn.Sequential(nn.Linear(4, 2), nn.Dropout()),
+        X,
+        {},
+        InvalidFunctionError,
+        r"'1' \(Dropout\).*eval",
+    ),
+    "batch norm": (
+        lambda: nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)),
+        X,
+        {},
+        InvalidFunctionError,
+        "couples.*eval",
+    ),
+    "transformer": (lambda: nn.TransformerEncoderLayer(4, 2, 8), X[:, None], {}, InvalidFunctionError, "noise.*eval"),
     "noise": (
         lambda: Function(lambda m, x: m.a(x + torch.rand(())), a=nn.Linear(4, 2)),
         X,
         {},
-        ProbeFailed,
+        InvalidFunctionError,
         "call to call",
     ),
     "no statistics": (
         lambda: nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False), nn.Flatten(), nn.Linear(8, 2)).eval(),
         X[:, :, None].expand(3, 4, 2).contiguous(),
         {},
-        ProbeFailed,
+        InvalidFunctionError,
         "other examples",
     ),
     "coupled": (
         lambda: Function(lambda m, x: m.a(x - x.mean(0)), a=nn.Linear(4, 2)),
         X,
         {},
-        ProbeFailed,
+        InvalidFunctionError,
         "other examples",
     ),
-    "not a module": (lambda: torch.tanh, X, {}, Refused, "torch.nn.Module"),
-    "nothing to differentiate": (lambda: nn.Linear(4, 2).requires_grad_(False), X, {}, Refused, "requires_grad"),
-    "complex": (lambda: nn.Linear(4, 2, dtype=torch.complex64), X, {}, Refused, "complex64"),
-    "wrong shape": (lambda: nn.Linear(5, 2), X, {}, Refused, r"module raised RuntimeError.*float32\[4\]"),
-    "integer outputs": (linear(lambda m, x: m.a(x).argmax(1)), X, {}, Refused, "int64"),
-    "no batch axis": (linear(lambda m, x: m.a(x).sum()), X, {}, Refused, "batch of 1"),
-    "no outputs": (linear(lambda m, x: m.a(x)[:, :0]), X, {}, Refused, "K = 0"),
-    "infinite": (linear(lambda m, x: m.a(x) / 0), X, {}, ProbeFailed, "output 0 of example 0"),
-    "no example": (lambda: nn.Linear(4, 2), X[:0], {}, Refused, "0 examples"),
-    "output out of range": (lambda: nn.Linear(4, 2), X, {"outputs": [2]}, Refused, "0 to 1"),
-    "layout": (lambda: nn.Linear(4, 2), X, {"layout": "sparse"}, Refused, "layout"),
-    "dtype": (lambda: nn.Linear(4, 2), X, {"dtype": "int8"}, Refused, "dtype"),
-    "batch size": (lambda: nn.Linear(4, 2), X, {"batch_size": 0}, Refused, "batch_size"),
-    "memory": (lambda: nn.Linear(4, 2), X, {"memory": "30B"}, Refused, "memory"),
+    "not a module": (lambda: torch.tanh, X, {}, InvalidRequestError, "torch.nn.Module"),
+    "nothing to differentiate": (
+        lambda: nn.Linear(4, 2).requires_grad_(False),
+        X,
+        {},
+        InvalidRequestError,
+        "requires_grad",
+    ),
+    "complex": (lambda: nn.Linear(4, 2, dtype=torch.complex64), X, {}, InvalidRequestError, "complex64"),
+    "wrong shape": (lambda: nn.Linear(5, 2), X, {}, InvalidRequestError, r"module raised RuntimeError.*float32\[4\]"),
+    "integer outputs": (linear(lambda m, x: m.a(x).argmax(1)), X, {}, InvalidRequestError, "int64"),
+    "no batch axis": (linear(lambda m, x: m.a(x).sum()), X, {}, InvalidRequestError, "batch of 1"),
+    "no outputs": (linear(lambda m, x: m.a(x)[:, :0]), X, {}, InvalidRequestError, "K = 0"),
+    "infinite": (linear(lambda m, x: m.a(x) / 0), X, {}, InvalidFunctionError, "output 0 of example 0"),
+    "no example": (lambda: nn.Linear(4, 2), X[:0], {}, InvalidRequestError, "0 examples"),
+    "output out of range": (lambda: nn.Linear(4, 2), X, {"outputs": [2]}, InvalidRequestError, "0 to 1"),
+    "layout": (lambda: nn.Linear(4, 2), X, {"layout": "sparse"}, InvalidRequestError, "layout"),
+    "dtype": (lambda: nn.Linear(4, 2), X, {"dtype": "int8"}, InvalidRequestError, "dtype"),
+    "batch size": (lambda: nn.Linear(4, 2), X, {"batch_size": 0}, InvalidRequestError, "batch_size"),
+    "memory": (lambda: nn.Linear(4, 2), X, {"memory": "30B"}, InvalidRequestError, "memory"),
 }
 
 

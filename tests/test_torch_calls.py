@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jacstore
-from jacstore.errors import ProbeFailed
+from jacstore.errors import InvalidFunctionError
 from jacstore.testing import row_error
 
 torch = pytest.importorskip("torch")
@@ -218,7 +218,7 @@ def test_terms_found_wrong_after_units_are_stored_end_the_build_naming_parameter
     monkeypatch.setattr("jacstore.torch_audit.UNNOTICED", 1e9)
     monkeypatch.setattr("jacstore.torch_audit.FIRST_COMPARED", 1000)
     module, inputs = rare(250)
-    with pytest.raises(ProbeFailed, match=r"'a.weight' .* example 250 .*layout='dense'"):
+    with pytest.raises(InvalidFunctionError, match=r"'a.weight' .* example 250 .*layout='dense'"):
         jacstore.torch.build(module, inputs, tmp_path / "s", unit_size=100)
 
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 import jacstore
 from jacstore.cli import main
-from jacstore.errors import Refused
+from jacstore.errors import InvalidRequestError
 from jacstore.testing import row_error
 
 torch = pytest.importorskip("torch")
@@ -95,7 +95,7 @@ def test_options_that_a_module_does_not_take_are_refused_in_one_line(tmp_path):
     found = CliRunner().invoke(main, ["build", target(tmp_path), "--out", str(tmp_path / "s"), "--output-batch", "2"])
     assert found.exit_code == 2 and "--output-batch" in found.output
     problem = jacstore.load_target(target(tmp_path))
-    with pytest.raises(Refused, match="TorchProblem"):
+    with pytest.raises(InvalidRequestError, match="TorchProblem"):
         jacstore.torch.build(problem, problem.inputs)
-    with pytest.raises(Refused, match="inputs is missing"):
+    with pytest.raises(InvalidRequestError, match="inputs is missing"):
         jacstore.torch.build(problem.module)

@@ -22,7 +22,7 @@ import jacstore.repair
 from jacstore import Problem, StoreWriter, build, gram, identity, verify
 from jacstore.bounds import product_bound, squares_bound
 from jacstore.eigenvalue_checks import lanczos
-from jacstore.errors import Damaged, Mismatch, Refused
+from jacstore.errors import DamagedDataError, InvalidRequestError, RequestMismatchError
 from jacstore.pieces import FileEncoder
 from jacstore.program import text_of_jax
 from jacstore.testing import cnn, dense_kernel, dense_rows, kernel_error, mlp, nested
@@ -337,7 +337,7 @@ def test_a_store_by_the_text_of_jax_continues_and_verifies_while_its_program_is_
     assert build(problem, path, unit_size=2, part=parts[1]).report["complete"]
     assert jacstore.verify(path, problem).ok
     other = problem_of("mlp", apply=lambda p, x: jax.nn.relu(jax.nn.relu(apply(p, x)) - 0.2))
-    with pytest.raises(Mismatch, match="function"):
+    with pytest.raises(RequestMismatchError, match="function"):
         build(other, path, unit_size=2)
     assert failed(jacstore.verify(path, other))[0] == "fingerprint: function"
 
@@ -414,7 +414,7 @@ def test_the_diagonal_may_be_that_of_exact_norms(tmp_path):
     assert np.abs(np.diag(b) / truth - 1).max() < 2e-6 < np.abs(np.diag(a) / truth - 1).max()
     assert (plain.exact_diagonal, exact.exact_diagonal) == (False, True)
     assert exact.info()["fingerprint"]["exact_diagonal"] and verify(exact, full=True).ok
-    with pytest.raises(Refused, match="exact-diagonal"):
+    with pytest.raises(InvalidRequestError, match="exact-diagonal"):
         gram(store, make(tmp_path / "o", mlp(4, seed=0), dtype="bfloat16"), tmp_path / "r", exact_diagonal=True)
 
 
@@ -426,7 +426,7 @@ def test_gram_stops_at_a_tile_whose_diagonal_is_not_the_norms_and_names_it(store
     monkeypatch.setattr(
         jacstore.finish, "symmetrize", lambda mode, tile: symmetrize(mode, tile) * (1 + 1e-4 * (tile.max() > limit))
     )
-    with pytest.raises(Damaged, match=rf"tile \({at}, {at}\): the diagonal at example \d, output \d"):
+    with pytest.raises(DamagedDataError, match=rf"tile \({at}, {at}\): the diagonal at example \d, output \d"):
         gram(stores / "mlp.jac", None, tmp_path / "k", tile=3, memory=MEMORY)
     assert not jacstore.open(tmp_path / "k").complete
     monkeypatch.undo()
@@ -488,7 +488,7 @@ def test_a_reader_that_finds_a_damaged_tile_has_the_next_gram_mend_it(copied):
     file = copied / "mlp.ntk" / "kernel/c/1/0"
     good = file.read_bytes()
     file.write_bytes(good[:30] + b"\0\1\2" + good[33:])
-    with pytest.raises(Damaged, match=r"tile \(1, 0\)"):
+    with pytest.raises(DamagedDataError, match=r"tile \(1, 0\)"):
         jacstore.open(copied / "mlp.ntk").array.compute(scheduler="synchronous")
     assert gram(copied / "mlp.jac", None, copied / "mlp.ntk", tile=3, memory=MEMORY).report["tiles_computed"] == 1
     assert file.read_bytes() == good
@@ -497,7 +497,7 @@ def test_a_reader_that_finds_a_damaged_tile_has_the_next_gram_mend_it(copied):
 def test_where_nothing_can_be_written_verify_still_reports(copied, monkeypatch):
     def refuse(step, name):
         if step in ("record", "write", "remove"):
-            raise Refused("read-only")
+            raise InvalidRequestError("read-only")
 
     for name, file in (("mlp.jac", "rows/c/0/0/0"), ("mlp.ntk", "kernel/c/0/0")):
         data = bytearray((copied / name / file).read_bytes())
@@ -519,9 +519,9 @@ def test_without_its_store_a_kernel_is_checked_as_far_as_that_goes(copied):
 
 def test_arguments_that_do_not_fit_are_refused(stores):
     for words, given in (("--store", {"store": stores / "cnn.jac"}), ("--samples 0", {"samples": 0})):
-        with pytest.raises(Refused, match=words):
+        with pytest.raises(InvalidRequestError, match=words):
             verify(stores / "mlp.jac", **given)
-    with pytest.raises(Refused, match="--target"):
+    with pytest.raises(InvalidRequestError, match="--target"):
         verify(stores / "mlp.ntk", mlp(9))
 
 

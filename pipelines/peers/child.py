@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jacstore.errors import Damaged
+from jacstore.errors import DamagedDataError
 
 SCRIPTS = Path(__file__).resolve().parent
 # Rounding of float32 sums of 10^6 products, in another order in each tool.
@@ -118,7 +118,7 @@ def check_kernel(kernel: np.ndarray, reference: np.ndarray, name: str) -> tuple[
 
     Raises
     ------
-    Damaged
+    DamagedDataError
         If more than one example in fifty was left out.
     """
     scale = np.sqrt(np.diag(reference))
@@ -132,7 +132,7 @@ def check_kernel(kernel: np.ndarray, reference: np.ndarray, name: str) -> tuple[
         kinks += 1
     largest = float(errors.max())
     if kinks > max(1, len(kernel) // 50):
-        raise Damaged(
+        raise DamagedDataError(
             f"{name}: kernel differs from jacstore's by more than {TOLERANCE:.0e} of sqrt(G_ii G_jj) in entries of "
             f"{kinks} of {len(kernel)} examples, allowed one in fifty"
         )
