@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "assembly": ("gram", "open"),
     "attribution": ("gradient_dot", "influence", "loss_gradients", "top_examples"),
-    "builder": ("build", "ntk"),
+    "builder": ("build",),
     "curvature": ("ggn_operator", "hvp_operator", "jacobian_operator"),
     "dynamics": ("gradient_flow",),
     "errors": (
@@ -40,6 +40,7 @@ _PUBLIC = {
     "factor_files": ("clean",),
     "factoring": ("spectrum",),
     "goodness": ("sample_tests",),
+    "in_memory": ("ntk",),
     "kernel": ("Kernel",),
     "krylov": ("block_cg",),
     "lazy": ("lazy_kernel",),

@@ -10,7 +10,6 @@ from jacstore.attribution import influence as influence
 from jacstore.attribution import loss_gradients as loss_gradients
 from jacstore.attribution import top_examples as top_examples
 from jacstore.builder import build as build
-from jacstore.builder import ntk as ntk
 from jacstore.curvature import ggn_operator as ggn_operator
 from jacstore.curvature import hvp_operator as hvp_operator
 from jacstore.curvature import jacobian_operator as jacobian_operator
@@ -37,6 +36,7 @@ from jacstore.errors import SelectedStateWarning as SelectedStateWarning
 from jacstore.factor_files import clean as clean
 from jacstore.factoring import spectrum as spectrum
 from jacstore.goodness import sample_tests as sample_tests
+from jacstore.in_memory import ntk as ntk
 from jacstore.kernel import Kernel as Kernel
 from jacstore.krylov import block_cg as block_cg
 from jacstore.lazy import lazy_kernel as lazy_kernel

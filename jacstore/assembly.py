@@ -18,18 +18,18 @@ from typing import Any
 import numpy as np
 
 from jacstore import hierarchy, machine
-from jacstore.attributes import check_plan_for
 from jacstore.bounds import entry_error
 from jacstore.checkpoints import CHECKPOINT_SHARE, CHECKPOINT_SPEED
 from jacstore.cluster import cluster_at, connect, on_cluster, on_threads
-from jacstore.engine import PRECISIONS
 from jacstore.errors import DamagedDataError, InvalidRequestError, LockedError
 from jacstore.files import Files, Folder
 from jacstore.finish import finish_group
 from jacstore.kept_arrays import FACTORS
 from jacstore.kernel import LEAVES, WHOLE, Kernel, expected_bytes, layouts
+from jacstore.kernel_attributes import check_plan_for
 from jacstore.lazy import as_store, check_mode, default_precision, made_alike, refuse_unlike
 from jacstore.ledger import Lock, compare_requested
+from jacstore.limits import PRECISIONS
 from jacstore.machine import format_size, parse_size
 from jacstore.plan import GramPlan, block_shape
 from jacstore.progress import Listener, Started, silent

@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
-from jacstore.contraction import squared_norms
-from jacstore.terms import Dense, Leaf
+from jacstore.limits import SLAB_COLUMNS
 
 # Unit roundoff: the largest relative error of rounding to nearest.
 ROUNDOFF = {
@@ -37,7 +33,6 @@ NORM_RUN = 64
 SIGMAS = 6
 # Numbers that are summed one after the other in the type of the products: a block of BLAS, a whole slab of a device.
 SUM_DEPTH = {"blas": 384, "xla": 4096}
-SLAB_COLUMNS = 4096
 
 
 def compute_dtype(storage: str) -> str:
@@ -66,14 +61,6 @@ def norm_bound(storage: str, lowest: str, factored: bool) -> float:
         # Products of factors are formed in the factors' own type.
         bound += 8 * ROUNDOFF[lowest]
     return bound
-
-
-def squared_magnitudes(leaf: Leaf, operands: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Squared norms `(n, K)` of what a factored leaf's rows are summed from: of absolute values."""
-    wide = {k: v if v.dtype.kind == "i" else np.abs(v.astype(np.float64)) for k, v in operands.items()}
-    terms = tuple(t if isinstance(t, Dense) else replace(t, scale=abs(t.scale)) for t in leaf.terms)
-    norms: np.ndarray = squared_norms(replace(leaf, terms=terms), wide).sum(-1)
-    return norms
 
 
 def product_bound(precision: str, engine: str, n_columns: int) -> float:
@@ -139,19 +126,3 @@ def entry_error(
     product = product_bound(precision, engine, n_columns) * rounding["amplification"]
     parts.append((product, product * math.sqrt(n_columns)))
     return sum(likely for likely, _ in parts), sum(worst for _, worst in parts)
-
-
-def lost_to_underflow(leaf: Leaf, operands: Mapping[str, np.ndarray], k: int, storage: str) -> float:
-    """Norm of what one row may have lost because its numbers are too small for the stored type."""
-    if leaf.dense:
-        return math.sqrt(leaf.size) * LOST[storage]
-    total = 0.0
-    for term in leaf.terms:
-        if isinstance(term, Dense):
-            continue
-        d = operands[term.cotangents][0, k].astype(np.float64)
-        others: list[Any] = [operands[name][0] for name in term.operands if name != term.cotangents]
-        a = others[0].astype(np.float64) if others and others[0].dtype.kind == "f" else np.ones(1)
-        lost = float(np.linalg.norm(a)) * math.sqrt(d.size) + float(np.linalg.norm(d)) * math.sqrt(a.size)
-        total += abs(term.scale) * lost * LOST[storage]
-    return total

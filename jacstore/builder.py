@@ -21,7 +21,6 @@ import jax
 import numpy as np
 
 from jacstore import hierarchy, machine
-from jacstore.assembly import gram
 from jacstore.attributes import DTYPES
 from jacstore.blocks import storage_dtype
 from jacstore.bounds import NORM_RUN, compute_dtype
@@ -492,46 +491,6 @@ class _Job:
             "expected_seconds_store": seconds_stored,
             "storing_pays": seconds_stored < seconds_recomputed,
         }
-
-
-def ntk(
-    apply: Callable[[Any, Any], Any],
-    params: Any,
-    inputs: Any,
-    other: Any = None,
-    *,
-    mode: str = "full",
-    dtype: str = "float32",
-    memory: int | str | None = None,
-    **problem: Any,
-) -> np.ndarray:
-    """The empirical neural tangent kernel in memory, without files: for small data.
-
-    Parameters
-    ----------
-    apply, params, inputs
-        As for `Problem`; further keywords go there too.
-    other
-        Inputs of the columns; `inputs` if not given.
-    mode
-        full `(N*K, M*K)`, trace `(N, M)` (the sum over outputs, not the mean), diagonal `(K, N, M)` or blocks
-        `(N, K, K)`.
-    dtype
-        As for `build`.
-
-    Returns
-    -------
-    numpy.ndarray
-        float64.
-    """
-    stores = [
-        build(Problem(apply=apply, params=params, inputs=x, **problem), None, dtype=dtype, memory=memory)
-        for x in (inputs, other)
-        if x is not None
-    ]
-    return gram(stores[0], stores[1] if other is not None else None, mode=mode, memory=memory).array.compute(
-        scheduler="synchronous"
-    )
 
 
 def _rows_in_order(

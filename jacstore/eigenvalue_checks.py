@@ -10,8 +10,8 @@ import numpy as np
 import scipy.linalg
 
 from jacstore.bounds import ROUNDOFF
+from jacstore.diagonal import Diagonal
 from jacstore.kernel import Kernel
-from jacstore.norms import Diagonal
 from jacstore.report import FAILED, OK, Check, skipped
 from jacstore.store import JacobianStore
 from jacstore.tile_checks import EntryBounds, Seen

@@ -16,7 +16,7 @@ import numpy as np
 from jacstore import machine
 from jacstore.blas_threads import blas_threads
 from jacstore.factors import FactorSet, block_view
-from jacstore.plan import PRODUCT_BYTES
+from jacstore.limits import PRODUCT_BYTES
 from jacstore.threads import all_done
 
 # Examples of a tile that a single thread multiplies: cutting it up would cost more than it gains.
@@ -25,7 +25,6 @@ LEAST_SPLIT = 128
 LEAST_BLOCKS = 16
 # Rows of a symmetric product that BLAS takes whole; see the limit in factorization.py.
 SYRK_ROWS = 8192
-PRECISIONS = ("float64", "float32", "fast")
 
 
 class Engine(Protocol):

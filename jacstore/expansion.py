@@ -13,7 +13,7 @@ import numpy as np
 
 from jacstore import machine
 from jacstore.blas_threads import blas_threads
-from jacstore.plan import EXPANDED_BYTES
+from jacstore.limits import EXPANDED_BYTES
 from jacstore.terms import Conv, Dense, Dot, Factored, Leaf, expand
 
 Operands = Mapping[str, np.ndarray]

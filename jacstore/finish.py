@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from crc32c import crc32c
 
+from jacstore.diagonal import require_right
 from jacstore.engine import symmetrize
 from jacstore.errors import DamagedDataError
 from jacstore.kernel import Kernel
-from jacstore.norms import require_right
 from jacstore.pieces import raw
 from jacstore.schema import Open, typed
 from jacstore.work import Work

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from jacstore.plan import EXPANDED_BYTES, PRODUCT_BYTES, Group, Side, Step, block_shape, merge_ranges
+from jacstore.limits import EXPANDED_BYTES, PRODUCT_BYTES
+from jacstore.plan import Group, Step, block_shape, merge_ranges
+from jacstore.store_plan import Side
 
 # Products of pairs of positions that are alive at once, on all cores and in all orders.
 PRODUCT_COPIES = 16

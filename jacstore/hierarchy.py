@@ -18,8 +18,8 @@ from zarr.codecs import BloscCodec, Crc32cCodec
 from jacstore.errors import DamagedDataError, InvalidRequestError, JacstoreError
 from jacstore.files import Files, Folder, Memory, clear_folder, explain, sync_path
 from jacstore.ledger import FOLDER, FORMAT_VERSION, Lock, read_json
+from jacstore.limits import MAX_ITEMS
 from jacstore.pieces import BLOSC_LEVELS, ArrayLayout
-from jacstore.plan import MAX_ITEMS
 from jacstore.progress import Listener
 from jacstore.schema import short_hash
 

@@ -15,10 +15,10 @@ import dask.array as da
 import numpy as np
 
 from jacstore import hierarchy
-from jacstore.attributes import KernelAttributes, check_kernel
 from jacstore.errors import DamagedDataError, IncompleteError, InvalidRequestError
 from jacstore.files import Files, Folder
 from jacstore.kept_arrays import KeptFactorization, kept_factorizations
+from jacstore.kernel_attributes import KernelAttributes, check_kernel
 from jacstore.ledger import FORMAT_VERSION, Ledger, readable
 from jacstore.pieces import ArrayLayout, FileEncoder, FileRecord, check_file, decode, page_aligned, raw
 from jacstore.plan import GramPlan, block_shape

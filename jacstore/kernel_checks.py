@@ -10,10 +10,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from jacstore.diagonal import Diagonal, diagonal_of
 from jacstore.eigenvalue_checks import eigenvalues
 from jacstore.errors import DamagedDataError, JacstoreError
 from jacstore.kernel import Kernel
-from jacstore.norms import Diagonal, diagonal_of, stored_norms
+from jacstore.norms import stored_norms
 from jacstore.products import Found, Wanted, stream
 from jacstore.report import Check, Tally, skipped
 from jacstore.store import JacobianStore

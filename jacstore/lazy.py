@@ -17,7 +17,8 @@ from jacstore.engine import BlasEngine, symmetrize
 from jacstore.errors import InvalidRequestError, RequestMismatchError
 from jacstore.expansion import expanded_slabs
 from jacstore.factors import FactorSet
-from jacstore.plan import MODES, SLAB_COLUMNS, Step, block_shape
+from jacstore.limits import MODES, SLAB_COLUMNS
+from jacstore.plan import Step, block_shape
 from jacstore.schema import short_hash
 from jacstore.steps import plan_steps
 from jacstore.store import JacobianStore, open_store

@@ -20,9 +20,9 @@ from jacstore.errors import InvalidRequestError, RequestMismatchError
 from jacstore.kernel import Kernel, open_kernel
 from jacstore.lazy import as_store, default_precision
 from jacstore.likelihoods import Weights, given_weights, likelihood_weights
+from jacstore.limits import IO_THREADS
 from jacstore.machine import format_size
 from jacstore.panels import Panel, chosen_leaves, panels
-from jacstore.plan import IO_THREADS
 from jacstore.store import JacobianStore
 from jacstore.streams import Job, chosen_examples, chunks, count, job_bytes, stream
 

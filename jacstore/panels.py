@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jacstore.plan import SLAB_COLUMNS
+from jacstore.limits import SLAB_COLUMNS
 from jacstore.steps import sharing
 from jacstore.store import JacobianStore
 from jacstore.term_products import DEPTH, TermProduct, term_products

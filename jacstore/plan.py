@@ -10,46 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-MODES = ("full", "trace", "diagonal", "blocks")
-MAX_FILES = 20_000
-MAX_ITEMS = 10_000
-# Wide slabs keep BLAS busy; beyond this depth a float32 product would lose digits before its float64 sum.
-SLAB_COLUMNS = 4096
-IO_THREADS = 4
-# Products of pairs of positions are formed in blocks of about this size, several at once.
-PRODUCT_BYTES = 2_000_000
-# Rows that are formed from factors take about this much at once, or one channel of cotangents if that is more.
-EXPANDED_BYTES = 32_000_000
-
-
-@dataclass(frozen=True, kw_only=True)
-class Side:
-    """One side of the kernel: a store's examples, cut by its units and by the kernel's tiles."""
-
-    n_examples: int
-    unit_size: int
-    piece_columns: int
-    itemsize: int
-
-    def tiles(self, tile: int) -> int:
-        return -(-self.n_examples // tile)
-
-    def examples(self, tile: int, first: int, last: int) -> tuple[int, int]:
-        """Examples of tiles first to last - 1."""
-        return min(first * tile, self.n_examples), min(last * tile, self.n_examples)
-
-    def examples_read(self, start: int, stop: int) -> int:
-        """Examples of the units that the range touches: a piece is read whole."""
-        if start >= stop:
-            return 0
-        first = start // self.unit_size * self.unit_size
-        last = min(-(-stop // self.unit_size) * self.unit_size, self.n_examples)
-        return last - first
-
-    def columns_read(self, start: int, stop: int, n_columns: int) -> int:
-        """Columns of the pieces that the range touches."""
-        first = start // self.piece_columns * self.piece_columns
-        return min(-(-stop // self.piece_columns) * self.piece_columns, n_columns) - first
+from jacstore.store_plan import Side
 
 
 @dataclass(frozen=True, kw_only=True)

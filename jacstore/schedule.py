@@ -14,19 +14,9 @@ from dataclasses import replace
 
 from jacstore.errors import InvalidRequestError
 from jacstore.footprint import Footprint
-from jacstore.plan import (
-    IO_THREADS,
-    MAX_FILES,
-    MAX_ITEMS,
-    SLAB_COLUMNS,
-    GramPlan,
-    Group,
-    Side,
-    Step,
-    block_shape,
-    tiles_within,
-)
-from jacstore.store_plan import even
+from jacstore.limits import IO_THREADS, MAX_FILES, MAX_ITEMS, SLAB_COLUMNS
+from jacstore.plan import GramPlan, Group, Step, block_shape, tiles_within
+from jacstore.store_plan import Side, even
 
 TILE_ROWS = 2048
 

@@ -25,10 +25,10 @@ from jacstore.bounds import compute_dtype, stored_error
 from jacstore.errors import DamagedDataError, IncompleteError, InvalidRequestError
 from jacstore.files import Files, Folder
 from jacstore.ledger import FORMAT_VERSION, Ledger, readable, record_name
+from jacstore.limits import IO_THREADS
 from jacstore.pieces import ArrayLayout, FileRecord, check_file, decode, raw
-from jacstore.plan import IO_THREADS, Side
 from jacstore.schema import Open, short_hash, typed
-from jacstore.store_plan import FILE_BYTES
+from jacstore.store_plan import FILE_BYTES, Side
 from jacstore.terms import Leaf, Operand, expand
 from jacstore.threads import all_done
 from jacstore.views import resolve

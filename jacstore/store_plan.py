@@ -5,13 +5,43 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jacstore.errors import InvalidRequestError
-from jacstore.plan import IO_THREADS, MAX_FILES
+from jacstore.limits import IO_THREADS, MAX_FILES
 
 # A file of 64 MB keeps 300 GB within 5,000 files; a piece of at most 1 MB is checked and copied inside the cache.
 FILE_BYTES = 64_000_000
 PIECE_BYTES = 1_000_000
 PIECE_COLUMNS = (64, 2048)
 UNIT_BYTES = 1_000_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One side of the kernel: a store's examples, cut by its units and by the kernel's tiles."""
+
+    n_examples: int
+    unit_size: int
+    piece_columns: int
+    itemsize: int
+
+    def tiles(self, tile: int) -> int:
+        return -(-self.n_examples // tile)
+
+    def examples(self, tile: int, first: int, last: int) -> tuple[int, int]:
+        """Examples of tiles first to last - 1."""
+        return min(first * tile, self.n_examples), min(last * tile, self.n_examples)
+
+    def examples_read(self, start: int, stop: int) -> int:
+        """Examples of the units that the range touches: a piece is read whole."""
+        if start >= stop:
+            return 0
+        first = start // self.unit_size * self.unit_size
+        last = min(-(-stop // self.unit_size) * self.unit_size, self.n_examples)
+        return last - first
+
+    def columns_read(self, start: int, stop: int, n_columns: int) -> int:
+        """Columns of the pieces that the range touches."""
+        first = start // self.piece_columns * self.piece_columns
+        return min(-(-stop // self.piece_columns) * self.piece_columns, n_columns) - first
 
 
 @dataclass(frozen=True, kw_only=True)

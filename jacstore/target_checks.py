@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jacstore.bounds import LOST, compute_dtype, computed_bound, lost_to_underflow, row_bound, squared_magnitudes
+from jacstore.bounds import LOST, compute_dtype, computed_bound, row_bound
 from jacstore.norms import leaf_row
 from jacstore.problem import Prepared, Problem, precision_context, prepare
 from jacstore.pytrees import dtype_of, is_kind, paths_and_leaves
 from jacstore.report import FAILED, OK, Check, Tally, skipped
+from jacstore.rounding import lost_to_underflow, squared_magnitudes
 from jacstore.store import JacobianStore
 from jacstore.store_checks import StoreChecks
 from jacstore.unit import hash_inputs

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jacstore.bounds import ROUNDOFF, SIGMAS, product_bound, rounding_error, squares_bound
+from jacstore.diagonal import Diagonal, diagonal_of, longest_sum
 from jacstore.errors import DamagedDataError
 from jacstore.kernel import Kernel
-from jacstore.norms import Diagonal, diagonal_of, longest_sum
 from jacstore.products import Found, Wanted
 from jacstore.report import Tally
 from jacstore.store import JacobianStore

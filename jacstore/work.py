@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from jacstore.diagonal import Diagonal
 from jacstore.engine import BlasEngine, Engine
 from jacstore.kernel import Kernel
-from jacstore.norms import Diagonal
 from jacstore.store import JacobianStore
 
 

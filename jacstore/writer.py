@@ -21,9 +21,9 @@ from jacstore.blocks import UnitBlock, from_bfloat16, storage_dtype
 from jacstore.errors import InvalidRequestError, NonFiniteError, RequestMismatchError
 from jacstore.files import Files, Folder, Memory
 from jacstore.ledger import Lock, compare_requested, sweep
+from jacstore.limits import IO_THREADS
 from jacstore.machine import format_size
 from jacstore.pieces import CODECS, ArrayLayout, FileEncoder, FileRecord
-from jacstore.plan import IO_THREADS
 from jacstore.progress import Listener, UnitDone, silent
 from jacstore.rounding import observed_rounding
 from jacstore.store import JacobianStore, operand_array, operand_name

@@ -27,10 +27,10 @@ import numpy as np
 import jacstore
 from common import conv, conv_init, dense, dense_init, leave, leaves_table, table
 from jacstore.machine import format_size, parse_size
-from jacstore.plan import GramPlan, Side
+from jacstore.plan import GramPlan
 from jacstore.schedule import plan_gram
 from jacstore.steps import plan_steps
-from jacstore.store_plan import plan_store
+from jacstore.store_plan import Side, plan_store
 
 CHANNELS = (3, 32, 64, 128, 256, 256)
 POOLS = (2, 2, 2, 2, 4)

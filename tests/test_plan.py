@@ -15,14 +15,14 @@ import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from jacstore import Problem, build, store_plan
-from jacstore import plan as planning
+from jacstore import Problem, build, limits, store_plan
 from jacstore.errors import InvalidRequestError
-from jacstore.plan import MODES, GramPlan, Group, Side, block_shape
+from jacstore.limits import MODES
+from jacstore.plan import GramPlan, Group, block_shape
 from jacstore.schedule import plan_gram
 from jacstore.schema import typed
 from jacstore.steps import ELEMENTWISE, plan_steps
-from jacstore.store_plan import StorePlan, plan_store
+from jacstore.store_plan import Side, StorePlan, plan_store
 
 GIB = 2**30
 quick = settings(max_examples=50, deadline=None, database=None, suppress_health_check=list(HealthCheck))
@@ -66,7 +66,7 @@ def test_units_pieces_and_files_cover_the_array_exactly(sizes, unit_size):
     assert 1 <= plan.pieces_per_file <= -(-plan.n_columns // plan.piece_columns)
     files = math.ceil(math.ceil(plan.n_columns / plan.piece_columns) / plan.pieces_per_file)
     assert plan.n_files == plan.n_units * (files + 3)
-    assert plan.n_files <= 4 * planning.MAX_FILES
+    assert plan.n_files <= 4 * limits.MAX_FILES
     assert plan.bytes_rows == math.prod(sizes[k] for k in ("n_examples", "n_outputs", "n_columns", "itemsize"))
     if unit_size is not None:
         assert plan.unit_size == min(unit_size, plan.n_examples)
@@ -95,7 +95,7 @@ def test_a_store_has_at_most_twenty_thousand_files_unless_its_units_are_tiny(siz
         plan = plan_store(**sizes)
     except InvalidRequestError:
         return
-    assert plan.n_files <= planning.MAX_FILES + 4 * plan.n_units
+    assert plan.n_files <= limits.MAX_FILES + 4 * plan.n_units
 
 
 def test_too_many_files_are_refused_and_the_advice_helps():
@@ -191,7 +191,7 @@ def bytes_held(plan, group, width, request, copies=(2, 3)):
     examples = sum(b - a for _, a, b in ranges_of(plan, group))
     held += copies[0] * examples * plan.n_outputs * width * request["product_itemsize"]
     piece = max(side.unit_size * side.piece_columns * side.itemsize for side in (plan.rows, plan.cols))
-    return held + planning.IO_THREADS * 3 * piece * plan.n_outputs
+    return held + limits.IO_THREADS * 3 * piece * plan.n_outputs
 
 
 # --- kernels: properties ----------------------------------------------------------------------------------------------
@@ -411,8 +411,8 @@ def test_a_plan_for_a_kernel_of_300000_rows_takes_under_two_seconds(gib, outputs
     started = time.process_time()
     plan = big(300_000 // outputs, gib * GIB, cols=cols, n_outputs=outputs)
     assert time.process_time() - started < 2
-    assert len(plan.items) <= planning.MAX_ITEMS
-    assert math.prod(plan.grid) <= planning.MAX_FILES
+    assert len(plan.items) <= limits.MAX_ITEMS
+    assert math.prod(plan.grid) <= limits.MAX_FILES
 
 
 def test_too_many_tiles_are_refused_and_the_advice_helps():
@@ -426,7 +426,7 @@ def test_too_many_tiles_are_refused_and_the_advice_helps():
 @pytest.mark.parametrize("leaves", [1, 8, 100])
 def test_tiles_that_nobody_asked_for_never_make_too_many_files(leaves):
     plan = big(300_000, 64 * GIB, leaf_borders=[2_400_000 * n // leaves for n in range(leaves)])
-    assert math.prod(plan.grid) * leaves <= planning.MAX_FILES
+    assert math.prod(plan.grid) * leaves <= limits.MAX_FILES
 
 
 def test_by_leaf_every_tile_counts_once_for_each_leaf():

@@ -338,7 +338,7 @@ def test_a_flipped_bit_in_the_attributes_is_reported(good, bad, tmp_path):
 def test_a_folder_that_is_no_store_is_refused(tmp_path):
     assert "no jacstore store" in refused(jacstore.open, tmp_path / "missing")
     zarr.create_group(tmp_path / "group", zarr_format=3)
-    assert "not a store or kernel" in refused(jacstore.open, tmp_path / "group")
+    assert "not a jacstore store or kernel" in refused(jacstore.open, tmp_path / "group")
 
 
 def test_a_store_of_a_newer_format_is_refused(tmp_path):

@@ -1,0 +1,13 @@
+"""Names and numbers that several parts of the package share: modes, precisions, caps, sizes of blocks."""
+
+MODES = ("full", "trace", "diagonal", "blocks")
+PRECISIONS = ("float64", "float32", "fast")
+MAX_FILES = 20_000
+MAX_ITEMS = 10_000
+# Wide slabs keep BLAS busy; beyond this depth a float32 product would lose digits before its float64 sum.
+SLAB_COLUMNS = 4096
+IO_THREADS = 4
+# Products of pairs of positions are formed in blocks of about this size, several at once.
+PRODUCT_BYTES = 2_000_000
+# Rows that are formed from factors take about this much at once, or one channel of cotangents if that is more.
+EXPANDED_BYTES = 32_000_000
