@@ -15,9 +15,9 @@ from typing import Any
 import dask.array as da
 import numpy as np
 
-from jacstore.described import DescribedArray
 from jacstore.errors import InvalidRequestError
 from jacstore.kernel import Kernel, open_kernel
+from jacstore.lazy import DescribedArray
 from jacstore.machine import default_memory, format_size
 
 # Unit roundoff of what a kernel is stored in, and of the products that it is a sum of (fast: TF32 at worst).

@@ -18,9 +18,9 @@ from scipy.special import softmax
 
 from jacstore.bounds import ROUNDOFF
 from jacstore.dense import PRODUCTS, Gram
-from jacstore.described import described
 from jacstore.errors import InvalidRequestError
 from jacstore.kernel import Kernel, open_kernel
+from jacstore.lazy import described
 from jacstore.likelihoods import LIKELIHOODS
 
 SIDES = ("both", "columns", "rows")
