@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from jacstore.assembly import gram
-from jacstore.builder import build
-from jacstore.problem import Problem
+from jacstore.kernels.gram import gram
+from jacstore.problem.problem import Problem
+from jacstore.rows.build import build
 
 
 def ntk(

@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jacstore.problem import Problem
-from jacstore.progress import Event
+from jacstore.base.events import Event
+from jacstore.problem.problem import Problem
 
 # What "equal" means without more: rows ‖a-b‖/‖b‖, kernels |Δ_ij| / sqrt(G_ii G_jj).
 TOLERANCE = {"float32": 2e-6, "float64": 1e-12}
@@ -234,5 +234,7 @@ class Stopping(Counting):
 @contextlib.contextmanager
 def contraction(way: str) -> Iterator[None]:
     """Plans made meanwhile multiply factors "implicit", or "expanded" wherever rows can be formed from them."""
-    with mock.patch("jacstore.steps.expanding_pays", lambda costs, _: way == "expanded" and costs[1] < 2**62):
+    with mock.patch(
+        "jacstore.kernels.plan.steps.expanding_pays", lambda costs, _: way == "expanded" and costs[1] < 2**62
+    ):
         yield

@@ -25,12 +25,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import jacstore
-from jacstore.jacobian import DevicePass, device_budget
-from jacstore.machine import cores, parse_size
-from jacstore.pieces import compress
-from jacstore.problem import prepare
-from jacstore.progress import Started
-from jacstore.trace import cut_before_products
+from jacstore.base.devices import device_budget
+from jacstore.base.events import Started
+from jacstore.base.machine import cores, parse_size
+from jacstore.problem.problem import prepare
+from jacstore.rows.device_pass import DevicePass
+from jacstore.rows.trace.cut import cut_before_products
+from jacstore.storage.chunks import compress
 
 
 def mlp_problem(examples: int, widths: list[int]) -> jacstore.Problem:

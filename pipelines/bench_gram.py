@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 import jacstore
-from jacstore.work import Work, make_engine
+from jacstore.kernels.context import Work, make_engine
 
 
 def random_store(path: Path, rows: int, parameters: int, memory: str) -> jacstore.JacobianStore:

@@ -52,10 +52,10 @@ def without(setting: str) -> Iterator[None]:
         replaced = {f"{name}.crc32c": _no_checksum for name in users if name.startswith("jacstore.")}
     if setting == "no norms":
         replaced = {
-            "jacstore.jacobian._partial_squares": _no_squares,
-            "jacstore.jacobian.squared_norms": _no_norms,
-            "jacstore.writer.observed_rounding": lambda *given: None,
-            "jacstore.norms.Diagonal.compare": lambda *given: (0.0, 1.0, ""),
+            "jacstore.rows.device_pass._partial_squares": _no_squares,
+            "jacstore.rows.device_pass.squared_norms": _no_norms,
+            "jacstore.store.writer.observed_rounding": lambda *given: None,
+            "jacstore.store.norms.Diagonal.compare": lambda *given: (0.0, 1.0, ""),
         }
     with contextlib.ExitStack() as stack:
         for name, instead in replaced.items():

@@ -27,8 +27,8 @@ import scipy.linalg
 from matplotlib.figure import Figure
 
 import jacstore
+from jacstore.base.machine import format_size
 from jacstore.errors import JacstoreError
-from jacstore.machine import format_size
 
 Params = Any  # a pytree of arrays
 Apply = Callable[[Params, Any], Any]

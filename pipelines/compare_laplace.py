@@ -33,7 +33,7 @@ from matplotlib.figure import Figure
 
 import common
 import jacstore
-from jacstore.machine import format_size
+from jacstore.base.machine import format_size
 from mnist import mnist
 from peers.serve import forget_peak, peak_bytes
 

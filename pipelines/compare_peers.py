@@ -35,8 +35,8 @@ from matplotlib.figure import Figure
 
 import headline
 from common import leave, table
+from jacstore.base.machine import available_memory, format_size, parse_size
 from jacstore.errors import InvalidRequestError
-from jacstore.machine import available_memory, format_size, parse_size
 from peers.child import PATIENCE, Child, Measured, Setting, check_kernel
 
 TOOLS = ("jacstore", "neural-tangents", "torch.func")

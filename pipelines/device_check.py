@@ -33,10 +33,11 @@ from jax import lax
 
 import headline
 import jacstore
-from jacstore import machine, testing
-from jacstore.engine_xla import XlaEngine
+from jacstore import testing
+from jacstore.base import machine
+from jacstore.base.events import Started
 from jacstore.errors import RunInterruptedError
-from jacstore.progress import Started
+from jacstore.kernels.engines.xla import XlaEngine
 
 WHEELS = (
     "zarr msgspec numcodecs crc32c google-crc32c donfig packaging typing-extensions dask distributed cloudpickle "

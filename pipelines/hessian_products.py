@@ -232,7 +232,7 @@ def main(argv: list[str] | None = None) -> list[Row]:
     if options.child:
         child(*json.loads(options.child))
         return []
-    from jacstore.machine import parse_size
+    from jacstore.base.machine import parse_size
 
     if options.small:
         options.largest = min(options.largest, 1e2)

@@ -26,11 +26,11 @@ import numpy as np
 
 import jacstore
 from common import conv, conv_init, dense, dense_init, leave, leaves_table, table
-from jacstore.machine import format_size, parse_size
-from jacstore.plan import GramPlan
-from jacstore.schedule import plan_gram
-from jacstore.steps import plan_steps
-from jacstore.store_plan import Side, plan_store
+from jacstore.base.machine import format_size, parse_size
+from jacstore.kernels.plan.plan import GramPlan
+from jacstore.kernels.plan.schedule import plan_gram
+from jacstore.kernels.plan.steps import plan_steps
+from jacstore.store.layout import Side, plan_store
 
 CHANNELS = (3, 32, 64, 128, 256, 256)
 POOLS = (2, 2, 2, 2, 4)

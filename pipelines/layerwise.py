@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 
 import common
 import jacstore
-from jacstore.bounds import product_bound
+from jacstore.base.precision import product_bound
 from mnist import NETS, mnist_or_generated, settings_for
 
 RIDGE = 1e-4  # of the mean of the kernel's diagonal

@@ -27,8 +27,8 @@ from matplotlib.figure import Figure
 
 import common
 import jacstore
-from jacstore.factorization import bytes_needed
-from jacstore.machine import format_size, parse_size
+from jacstore.base.machine import format_size, parse_size
+from jacstore.inference.linalg.cholesky_eigh import bytes_needed
 from mnist import mnist_or_generated
 
 WIDTHS = (10, 100, 1000, 10_000)

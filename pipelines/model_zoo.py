@@ -33,7 +33,7 @@ import numpy as np
 
 import jacstore
 from common import leave, table, write_csv
-from jacstore.machine import format_size
+from jacstore.base.machine import format_size
 from jacstore.testing import dense_rows, row_error
 
 COMPARED = 2  # examples whose rows are compared

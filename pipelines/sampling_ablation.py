@@ -35,10 +35,10 @@ from matplotlib.figure import Figure
 import common
 import jacstore
 from compare_laplace import save
-from jacstore.inverse_roots import Request, by_primal_quadrature
-from jacstore.machine import format_size
-from jacstore.noise import KeyedNoise
-from jacstore.quadrature import quadrature
+from jacstore.base.machine import format_size
+from jacstore.inference.linalg.quadrature import quadrature
+from jacstore.inference.noise import KeyedNoise
+from jacstore.inference.sampling_methods import Request, by_primal_quadrature
 from mnist import mnist
 
 EXAMPLES = 400  # the first ones of the training set; 4,000 rows

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["jacstore.builder", "jacstore.assembly", "jacstore.testing"])
+CONTEXT.set_forkserver_preload(["jacstore.rows.build", "jacstore.kernels.gram", "jacstore.testing"])
 DAMAGES = ("flip", "tear", "remove", "swap", "zeros")
 # A job that was killed this often is left alone, so that every problem ends.
 KILLS_A_JOB = 6
@@ -108,8 +108,9 @@ def problem_of(case: Case) -> Any:
 def work(what: str, case: Case, place: str, answer: str) -> None:
     """One command in a process of its own; leaves what it found as JSON."""
     import jacstore
-    from jacstore import assembly, builder
     from jacstore.errors import JacstoreError
+    from jacstore.kernels import gram as assembly
+    from jacstore.rows import build as builder
 
     store, kernel = f"{place}/run.jac", f"{place}/run.ntk"
     try:

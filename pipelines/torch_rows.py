@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 import jacstore.torch
-from jacstore.machine import format_size
+from jacstore.base.machine import format_size
 from jacstore.testing import row_error
 
 BATCHES = (1, 4, 16, 64)

@@ -26,7 +26,7 @@ import numpy as np
 
 import jacstore
 from common import leave, leaves_table, table
-from jacstore.machine import format_size
+from jacstore.base.machine import format_size
 
 TOKENS = np.array([7, 1, 4])  # whose logits are the outputs
 EPSILON = 1e-5

@@ -18,12 +18,12 @@ import pytest
 from hypothesis import settings
 
 import jacstore
-import jacstore.builder
-import jacstore.files
-import jacstore.hierarchy
-import jacstore.ledger
-import jacstore.schedule
-import jacstore.store_plan
+import jacstore.kernels.plan.schedule
+import jacstore.rows.build
+import jacstore.storage.files
+import jacstore.storage.ledger
+import jacstore.storage.zarr_group
+import jacstore.store.layout
 from jacstore import Problem
 from jacstore.testing import mlp
 
@@ -68,7 +68,7 @@ def quick() -> Iterator[pytest.MonkeyPatch]:
     made: dict[Any, Any] = {}
 
     def once(name: str, key: Callable[..., Any]) -> None:
-        real = getattr(jacstore.builder, name)
+        real = getattr(jacstore.rows.build, name)
 
         def remembered(*given: Any, **named: Any) -> Any:
             found = (name, *key(*given, **named))
@@ -77,21 +77,25 @@ def quick() -> Iterator[pytest.MonkeyPatch]:
                 made[found] = (given, real(*given, **named))
             return made[found][1]
 
-        patch.setattr(jacstore.builder, name, remembered)
+        patch.setattr(jacstore.rows.build, name, remembered)
 
     with pytest.MonkeyPatch.context() as patch:
         once("prepare", lambda problem, **named: (id(problem), *named.items()))
         once("_restrict", lambda prepared, examples: (id(prepared), examples))
         once("cut_before_products", lambda prepared, *rest: (id(prepared), *rest))
         once("DevicePass", lambda prepared, cut, *, budget, **named: (id(prepared), id(cut), *named.items()))
-        patch.setattr(jacstore.hierarchy, "versions", functools.cache(jacstore.hierarchy.versions))
-        patch.setattr(jacstore.hierarchy, "_create_array", _written_once(jacstore.hierarchy._create_array))
+        patch.setattr(jacstore.storage.zarr_group, "versions", functools.cache(jacstore.storage.zarr_group.versions))
         patch.setattr(
-            jacstore.hierarchy.zarr, "create_group", _group_written_once(jacstore.hierarchy.zarr.create_group)
+            jacstore.storage.zarr_group, "_create_array", _written_once(jacstore.storage.zarr_group._create_array)
+        )
+        patch.setattr(
+            jacstore.storage.zarr_group.zarr,
+            "create_group",
+            _group_written_once(jacstore.storage.zarr_group.zarr.create_group),
         )
         patch.setattr(os, "fsync", lambda descriptor: None)
-        patch.setattr(jacstore.store_plan, "PIECE_COLUMNS", (14, 14))
-        patch.setattr(jacstore.schedule, "SLAB_COLUMNS", 28)
+        patch.setattr(jacstore.store.layout, "PIECE_COLUMNS", (14, 14))
+        patch.setattr(jacstore.kernels.plan.schedule, "SLAB_COLUMNS", 28)
         yield patch
 
 
@@ -182,7 +186,7 @@ class Knife:
 
     def run(self, job: Callable[[], Any], out: Path) -> Any:
         """Run a job whose output is `out`; None if it was killed."""
-        leave = jacstore.ledger.Lock.__exit__
+        leave = jacstore.storage.ledger.Lock.__exit__
 
         def stay(lock: Any, *exception: object) -> None:
             """A process that dies leaves its locks, and they name a process that is no more."""
@@ -191,8 +195,8 @@ class Knife:
                 lock.path.write_text(json.dumps(lock._owner | {"start": "1"}))
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(jacstore.files, "before_step", self)
-            patch.setattr(jacstore.ledger.Lock, "__exit__", stay)
+            patch.setattr(jacstore.storage.files, "before_step", self)
+            patch.setattr(jacstore.storage.ledger.Lock, "__exit__", stay)
             try:
                 return job()
             except Killed:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["jacstore.builder", "jacstore.assembly", "jacstore.testing"])
+CONTEXT.set_forkserver_preload(["jacstore.rows.build", "jacstore.kernels.gram", "jacstore.testing"])
 
 # One column of pieces, so that a slab is a piece: 66 columns are 5 slabs.
 PIECE_COLUMNS = 14
@@ -39,30 +39,31 @@ class Job:
     options: tuple[tuple[str, Any], ...] = ()
 
     def run(self, listener: Callable[[Any], None]) -> Any:
-        import jacstore.checkpoints
-        import jacstore.schedule
-        import jacstore.store_plan
-        from jacstore import assembly, builder
+        import jacstore.kernels.plan.schedule
+        import jacstore.storage.checkpoints
+        import jacstore.store.layout
+        from jacstore.kernels import gram
+        from jacstore.rows import build
         from jacstore.testing import mlp
 
         if not self.large:
-            jacstore.store_plan.PIECE_COLUMNS = (PIECE_COLUMNS, PIECE_COLUMNS)
-            jacstore.schedule.SLAB_COLUMNS = PIECE_COLUMNS
+            jacstore.store.layout.PIECE_COLUMNS = (PIECE_COLUMNS, PIECE_COLUMNS)
+            jacstore.kernels.plan.schedule.SLAB_COLUMNS = PIECE_COLUMNS
             # Due at once, however quick the first one was.
-            jacstore.checkpoints.CHECKPOINT_SHARE = 1e9
+            jacstore.storage.checkpoints.CHECKPOINT_SHARE = 1e9
         options: dict[str, Any] = dict(self.options)
         if self.kind == "parts":
             for part in ((1, 2), (2, 2)):
-                kernel = assembly.gram(self.store, out=self.out, listener=listener, part=part, **options)
+                kernel = gram.gram(self.store, out=self.out, listener=listener, part=part, **options)
             return kernel
         if self.kind == "gram":
-            return assembly.gram(self.store, out=self.out, listener=listener, **options)
+            return gram.gram(self.store, out=self.out, listener=listener, **options)
         if self.large:
             problem = mlp(400, sizes=(64, 512, 512, 10), outputs="sum")
-            return builder.build(
+            return build.build(
                 problem, self.out, layout="dense", unit_size=LARGE_UNIT, codec="none", listener=listener, **options
             )
-        return builder.build(mlp(10), self.out, unit_size=2, batch_size=1, codec="none", listener=listener, **options)
+        return build.build(mlp(10), self.out, unit_size=2, batch_size=1, codec="none", listener=listener, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +110,8 @@ def _lines(path: Path) -> list[str]:
 
 
 def _child(job: Job, notes: str, at_step: int, when: str) -> None:
-    import jacstore.files
-    from jacstore.progress import BatchDone, SlabDone
+    import jacstore.storage.files
+    from jacstore.base.events import BatchDone, SlabDone
 
     # Each line is one append, so that a killed child's notes are whole.
     steps = os.open(f"{notes}/steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -132,6 +133,6 @@ def _child(job: Job, notes: str, at_step: int, when: str) -> None:
         elif isinstance(event, SlabDone):
             os.write(work, f"slab {event.slab}\n".encode())
 
-    jacstore.files.before_step = before_step
+    jacstore.storage.files.before_step = before_step
     result = job.run(listener)
     Path(notes, "report").write_text(json.dumps(result.report))

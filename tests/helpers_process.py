@@ -15,11 +15,11 @@ from click.testing import CliRunner, Result
 
 HERE = Path(__file__).resolve().parent
 SECONDS = 120
-MAIN = "from jacstore.cli import main; main()"
+MAIN = "from jacstore.cli.commands import main; main()"
 # The kernel of one item, held up at the slab that begins at or after column `LATCH_COLUMN`.
-LATCHED = "import helpers_process; helpers_process.hold_reads(); from jacstore.cli import main; main()"
+LATCHED = "import helpers_process; helpers_process.hold_reads(); from jacstore.cli.commands import main; main()"
 # Eigenvalues that never come.
-LATCHED_LINALG = "import helpers_process; helpers_process.hold_linalg(); from jacstore.cli import main; main()"
+LATCHED_LINALG = "import helpers_process; helpers_process.hold_linalg(); from jacstore.cli.commands import main; main()"
 # All of the command line with many small slabs and a checkpoint after each.
 TINY_SLABS = 14
 
@@ -123,8 +123,8 @@ class Command:
 def invoke(*words: object) -> Result:
     """Run the command line in this process; its signal handlers are taken away again."""
     # Only here, so that a child which imports this module stays light.
-    from jacstore.cli import main
-    from jacstore.terminal import SIGNALS
+    from jacstore.cli.commands import main
+    from jacstore.cli.terminal import SIGNALS
 
     handlers = {name: signal.getsignal(getattr(signal, name)) for name in SIGNALS}
     argv, sys.argv = sys.argv, ["jacstore", *map(str, words)]
@@ -145,10 +145,10 @@ def runner() -> CliRunner:
 
 def hold_reads() -> None:
     """Make reading of rows wait for `LATCH/go` from column `LATCH_COLUMN` on, and leave `LATCH/reached-PID`."""
-    import jacstore.schedule
-    from jacstore.store import JacobianStore
+    import jacstore.kernels.plan.schedule
+    from jacstore.store.reader import JacobianStore
 
-    jacstore.schedule.SLAB_COLUMNS = TINY_SLABS
+    jacstore.kernels.plan.schedule.SLAB_COLUMNS = TINY_SLABS
     latch, column = Path(os.environ["LATCH"]), int(os.environ["LATCH_COLUMN"])
     read = JacobianStore.read
 

@@ -29,13 +29,15 @@ from helpers_kill import Job, run_job
 from helpers_process import LATCHED, Command, contents, invoke, run_command, write_target
 
 import jacstore
-import jacstore.builder
-import jacstore.files
-import jacstore.jacobian
-import jacstore.ledger
-import jacstore.schedule
-import jacstore.store_plan
+import jacstore.kernels.plan.schedule
+import jacstore.rows.build
+import jacstore.rows.device_pass
+import jacstore.storage.files
+import jacstore.storage.ledger
+import jacstore.store.layout
 from jacstore import Problem, StoreWriter, build, gram, ntk
+from jacstore.base.events import SlabDone, UnitDone, Waiting
+from jacstore.base.machine import boot_id
 from jacstore.errors import (
     DamagedDataError,
     IncompleteError,
@@ -45,8 +47,6 @@ from jacstore.errors import (
     RequestMismatchError,
     RunInterruptedError,
 )
-from jacstore.machine import boot_id
-from jacstore.progress import SlabDone, UnitDone, Waiting
 from jacstore.testing import (
     TOLERANCE,
     Counting,
@@ -76,8 +76,8 @@ def values(kernel):
 @pytest.fixture
 def tiny_pieces(monkeypatch):
     """Pieces and slabs of at most 14 columns: 66 columns are five of them."""
-    monkeypatch.setattr(jacstore.store_plan, "PIECE_COLUMNS", (14, 14))
-    monkeypatch.setattr(jacstore.schedule, "SLAB_COLUMNS", 14)
+    monkeypatch.setattr(jacstore.store.layout, "PIECE_COLUMNS", (14, 14))
+    monkeypatch.setattr(jacstore.kernels.plan.schedule, "SLAB_COLUMNS", 14)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def finished(tmp_path_factory):
     """A store of `mlp(10)` in five units and five pieces, to be copied."""
     path = tmp_path_factory.mktemp("finished") / "run.jac"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jacstore.store_plan, "PIECE_COLUMNS", (14, 14))
+        patch.setattr(jacstore.store.layout, "PIECE_COLUMNS", (14, 14))
         build(mlp(10), path, unit_size=2, codec="none")
     return path
 
@@ -730,7 +730,7 @@ def full_disk(monkeypatch, step, ending):
         if found == step and name.endswith(ending):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(jacstore.files, "before_step", fail)
+    monkeypatch.setattr(jacstore.storage.files, "before_step", fail)
 
 
 @pytest.mark.parametrize(
@@ -785,14 +785,14 @@ def test_case_24_a_second_build_is_refused_while_the_first_lives(tmp_path, truth
 
 def test_case_24_a_lock_of_a_process_id_that_was_given_anew_is_taken_over(store_path):
     lock = {
-        "host": jacstore.machine.hostname(),
+        "host": jacstore.base.machine.hostname(),
         "boot": boot_id(),
         "pid": os.getpid(),
         "start": "1",
         "first": 0,
         "last": 9,
     }
-    for changes in ({}, {"boot": "another boot", "start": jacstore.machine.process_start(os.getpid())}):
+    for changes in ({}, {"boot": "another boot", "start": jacstore.base.machine.process_start(os.getpid())}):
         (store_path / "ledger/lock-0000000-0000004.json").write_text(json.dumps(lock | changes))
         assert build(mlp(10), store_path, codec="none").complete
 
@@ -809,10 +809,10 @@ def test_case_24_two_parts_may_run_at_once_but_not_one_part_twice(tmp_path):
 MANY_FILES = """
 import resource, sys
 import numpy as np
-import jacstore, jacstore.store_plan
+import jacstore, jacstore.store.layout
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-jacstore.store_plan.PIECE_COLUMNS, jacstore.store_plan.FILE_BYTES = (4, 4), 1
+jacstore.store.layout.PIECE_COLUMNS, jacstore.store.layout.FILE_BYTES = (4, 4), 1
 out = sys.argv[1]
 with jacstore.StoreWriter(out + "/run.jac", {"w": (100,)}, 40, 1, unit_size=1) as writer:
     for n in range(40):
@@ -888,7 +888,7 @@ def check_gram(name, folder, finished, truth, monkeypatch):
     assert not kernel.complete and kernel.info()["tiles_done"] == 0
     assert "incomplete" in refusal(lambda: kernel.array, error=IncompleteError)
     first, seen = int(line.split("slab ")[1].split()[0]), Counting()
-    monkeypatch.setattr(jacstore.schedule, "SLAB_COLUMNS", 14)
+    monkeypatch.setattr(jacstore.kernels.plan.schedule, "SLAB_COLUMNS", 14)
     again = gram(finished, out=out, listener=seen)
     # The interrupted run left its sums: no slab is multiplied twice.
     assert first in (2, 3) and [event.slab for event in seen.of(SlabDone)] == list(range(first, 5))
@@ -915,7 +915,7 @@ def test_case_26_units_that_were_being_written_are_not_called_missing(tmp_path, 
             asked.set()
         return asked.is_set()
 
-    monkeypatch.setattr(jacstore.files, "before_step", hold)
+    monkeypatch.setattr(jacstore.storage.files, "before_step", hold)
     text = refusal(
         build, mlp(20), tmp_path / "run.jac", unit_size=2, codec="none", stop=stop, error=RunInterruptedError
     )
@@ -959,17 +959,17 @@ def test_case_27_a_device_that_is_not_there_is_refused_by_gram(finished, tmp_pat
 PEAK = """
 import sys
 from pathlib import Path
-import jacstore.assembly
+import jacstore.kernels.gram
 
 def status(field):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
 
 store, out, *tile = sys.argv[1:]
-jacstore.assembly.gram(store, out=out + ".warm", mode="trace", memory="50MB")
+jacstore.kernels.gram.gram(store, out=out + ".warm", mode="trace", memory="50MB")
 before = status("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")
-kernel = jacstore.assembly.gram(store, out=out, memory="50MB", tile=int(tile[0]) if tile else None)
+kernel = jacstore.kernels.gram.gram(store, out=out, memory="50MB", tile=int(tile[0]) if tile else None)
 print(status("VmHWM") - before, kernel.report["passes"], kernel.plan.memory_bytes, kernel.plan.schedule)
 """
 
@@ -1019,7 +1019,7 @@ def test_case_28_a_unit_is_written_before_the_next_where_memory_holds_one(truth,
 
 def test_case_28_a_store_in_ram_moves_to_a_folder_beyond_its_memory(truth, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(jacstore.store_plan, "PIECE_COLUMNS", (66, 66))
+    monkeypatch.setattr(jacstore.store.layout, "PIECE_COLUMNS", (66, 66))
     store = build(mlp(10), None, unit_size=2, memory=5000, batch_size=1, output_batch=1)
     assert len(list(tmp_path.iterdir())) == 1 and "rows/c/4/0/0" in contents(next(tmp_path.iterdir()))
     assert row_error(rows_of(store), truth) <= FLOAT32
@@ -1144,9 +1144,9 @@ def test_case_33_closed_over_arrays_of_other_values_are_refused(tmp_path):
 
 def test_case_34_a_measured_codec_is_kept_when_measuring_again_says_otherwise(tmp_path, monkeypatch, truth):
     out = tmp_path / "run.jac"
-    monkeypatch.setattr(jacstore.builder, "fastest_codec", lambda *_: "lz4")
+    monkeypatch.setattr(jacstore.rows.build, "fastest_codec", lambda *_: "lz4")
     build(mlp(10), out, unit_size=2, part="1/2")
-    monkeypatch.setattr(jacstore.builder, "fastest_codec", lambda *_: "zstd")
+    monkeypatch.setattr(jacstore.rows.build, "fastest_codec", lambda *_: "zstd")
     store = build(mlp(10), out)
     assert store.report["units_reused"] == 2 and store.info()["codecs"] == ["lz4", "none"]
     assert store.report["codec"] == "lz4" and row_error(rows_of(store), truth) <= FLOAT32
@@ -1155,15 +1155,15 @@ def test_case_34_a_measured_codec_is_kept_when_measuring_again_says_otherwise(tm
 @pytest.mark.parametrize(("part", "again"), [("1/1", 0), ("1/2", 0), ("2/2", 1)])
 def test_case_34_rows_that_a_codec_was_measured_on_are_not_computed_twice(part, again, tmp_path, monkeypatch, truth):
     """A part that does not begin with the first example has no use for them."""
-    fetched, fetch = [], jacstore.jacobian.DevicePass.fetch
+    fetched, fetch = [], jacstore.rows.device_pass.DevicePass.fetch
 
     def counting(self, first, values, count):
         fetched.append((first, count))
         return fetch(self, first, values, count)
 
-    monkeypatch.setattr(jacstore.jacobian.DevicePass, "fetch", counting)
+    monkeypatch.setattr(jacstore.rows.device_pass.DevicePass, "fetch", counting)
     # No pass is too short to be timed.
-    monkeypatch.setattr(jacstore.builder, "LONG_RUN", 1e-9)
+    monkeypatch.setattr(jacstore.rows.build, "LONG_RUN", 1e-9)
     store = build(mlp(10), tmp_path / "run.jac", unit_size=5, batch_size=2, output_batch=2, part=part)
     expected = [(first, count) for count in (2, 2, 1) for first in (0, 2)] * (2 if part == "1/1" else 1)
     assert fetched == [(0, 2)] * again + expected
@@ -1202,7 +1202,7 @@ def test_products_beyond_float32_are_refused_and_computed_in_float64(layout, mod
 def test_case_35_many_outputs_are_taken_in_slices_that_fit(tmp_path):
     problem = mlp(3, sizes=(5, 4, 200))
     truth = dense_rows(problem)
-    planned = jacstore.builder.plan_build(problem, None, memory="4MB", layout="dense")
+    planned = jacstore.rows.build.plan_build(problem, None, memory="4MB", layout="dense")
     assert planned["outputs"] == 200 and planned["output_batch"] < 200
     store = build(problem, tmp_path / "run.jac", memory="4MB", codec="none", layout="dense")
     assert row_error(rows_of(store), truth) <= FLOAT32
@@ -1234,7 +1234,7 @@ def foreign_lock(store_path, beat=0):
 
 
 def test_case_37_a_lock_of_another_host_is_waited_for(store_path, monkeypatch):
-    monkeypatch.setattr(jacstore.ledger, "STALE_SECONDS", 0.05)
+    monkeypatch.setattr(jacstore.storage.ledger, "STALE_SECONDS", 0.05)
     (store_path / "ledger/unit-0000001.json").unlink()
     path, seen = foreign_lock(store_path), Counting()
     store = build(mlp(10), store_path, codec="none", listener=seen)
@@ -1243,7 +1243,7 @@ def test_case_37_a_lock_of_another_host_is_waited_for(store_path, monkeypatch):
 
 
 def test_case_37_a_lock_whose_heart_beats_is_respected(store_path, monkeypatch):
-    monkeypatch.setattr(jacstore.ledger, "STALE_SECONDS", 30)
+    monkeypatch.setattr(jacstore.storage.ledger, "STALE_SECONDS", 30)
     foreign_lock(store_path)
 
     def beat(event):
@@ -1255,7 +1255,7 @@ def test_case_37_a_lock_whose_heart_beats_is_respected(store_path, monkeypatch):
 
 
 def test_case_37_a_lock_that_goes_away_is_not_waited_for(store_path, monkeypatch):
-    monkeypatch.setattr(jacstore.ledger, "STALE_SECONDS", 3600)
+    monkeypatch.setattr(jacstore.storage.ledger, "STALE_SECONDS", 3600)
     path = foreign_lock(store_path)
 
     def release(event):
@@ -1266,14 +1266,14 @@ def test_case_37_a_lock_that_goes_away_is_not_waited_for(store_path, monkeypatch
 
 
 def test_case_37_another_parts_lock_is_nobodys_business(store_path, monkeypatch):
-    monkeypatch.setattr(jacstore.ledger, "STALE_SECONDS", 3600)
+    monkeypatch.setattr(jacstore.storage.ledger, "STALE_SECONDS", 3600)
     owner = json.loads(foreign_lock(store_path).read_text())
     (store_path / "ledger/lock-0000000-0000004.json").rename(store_path / "ledger/lock-0000000-0000001.json")
     assert owner["host"] == "elsewhere" and build(mlp(10), store_path, codec="none", part="2/2").complete
 
 
 def test_case_37_a_signal_ends_the_waiting(store_path, monkeypatch):
-    monkeypatch.setattr(jacstore.ledger, "STALE_SECONDS", 1.0)
+    monkeypatch.setattr(jacstore.storage.ledger, "STALE_SECONDS", 1.0)
     foreign_lock(store_path)
     seen = Stopping(Waiting)
     with pytest.raises(RunInterruptedError):
@@ -1370,7 +1370,7 @@ def test_case_38_a_writer_that_dies_in_a_unit_leaves_it_missing(tmp_path, monkey
         if step == "rename":
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(jacstore.files, "before_step", stop)
+    monkeypatch.setattr(jacstore.storage.files, "before_step", stop)
     with pytest.raises(KeyboardInterrupt), StoreWriter(tmp_path / "run.jac", LEAVES, 4, 2, unit_size=2) as writer:
         writer.write_unit(0, part_of(outside(), 0, 2))
     monkeypatch.undo()

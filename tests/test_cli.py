@@ -30,14 +30,14 @@ from helpers_process import (
 )
 
 import jacstore
-import jacstore.cli
-import jacstore.terminal
-import jacstore.wording
+import jacstore.cli.commands
+import jacstore.cli.terminal
+import jacstore.cli.text
 from jacstore import StoreWriter, build
-from jacstore.files import Folder
-from jacstore.ledger import Lock
-from jacstore.machine import format_size
-from jacstore.progress import silent
+from jacstore.base.events import silent
+from jacstore.base.machine import format_size
+from jacstore.storage.files import Folder
+from jacstore.storage.ledger import Lock
 from jacstore.testing import TOLERANCE, mlp, row_error
 
 # Flags and keys of the contract.
@@ -229,7 +229,7 @@ def test_the_line_that_completes_a_kernel_can_be_run_as_it_is(finished, tmp_path
     monkeypatch.chdir(finished.parent)
     words = ("gram", "run.jac", "--out", tmp_path / "run.ntk", "--part", "1/2")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jacstore.store_plan, "PIECE_COLUMNS", (14, 14))
+        patch.setattr(jacstore.store.layout, "PIECE_COLUMNS", (14, 14))
         with StoreWriter("run.jac.2", {"w": (66,)}, 2, 1, unit_size=2) as writer:
             writer.write_unit(0, {"w": np.ones((2, 1, 66))})
     done("gram", "run.jac.2", *words[2:])
@@ -426,7 +426,7 @@ def test_the_plan_of_a_build_is_printed_and_nothing_is_written(target, tmp_path)
 )
 def test_a_plan_in_which_storing_does_not_pay_says_what_to_do_instead(target, tmp_path, pays, passes, said, unsaid):
     facts = one_object("build", target, "--out", tmp_path / "run.jac", "--dry-run")
-    last = jacstore.wording.plan_build({**facts, "storing_pays": pays, "recompute_passes": passes}).splitlines()[-1]
+    last = jacstore.cli.text.plan_build({**facts, "storing_pays": pays, "recompute_passes": passes}).splitlines()[-1]
     assert last.startswith("against it ") and said in last and unsaid not in last
 
 
@@ -593,7 +593,7 @@ WORDS = {
 
 
 def options_with_words():
-    commands = jacstore.cli.main.commands.items()
+    commands = jacstore.cli.commands.main.commands.items()
     return {
         (name, option.opts[0]): option.type.choices
         for name, command in commands
@@ -631,7 +631,7 @@ def test_an_unexpected_error_is_one_line_with_its_type(finished, tmp_path, monke
     def broken(*_):
         raise ZeroDivisionError("by zero\nand more")
 
-    monkeypatch.setattr("jacstore.item.ItemRun._add", broken)
+    monkeypatch.setattr("jacstore.kernels.item.ItemRun._add", broken)
     line = failed("gram", finished, "--out", tmp_path / "run.ntk")
     assert "ZeroDivisionError: by zero and more" in line and "in item 0" in line
     assert "internal error; please report it, with the traceback that --debug prints" in line
@@ -759,7 +759,7 @@ def test_a_start_that_was_killed_in_the_last_moment_can_be_repeated(target, tmp_
 @pytest.fixture
 def eager(monkeypatch):
     """A line for every event, not every few seconds."""
-    monkeypatch.setattr(jacstore.terminal.Lines, "SECONDS_BETWEEN", -1.0)
+    monkeypatch.setattr(jacstore.cli.terminal.Lines, "SECONDS_BETWEEN", -1.0)
 
 
 def test_progress_is_lines_on_stderr_where_there_is_no_terminal(eager, target, tmp_path):

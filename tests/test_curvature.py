@@ -60,7 +60,7 @@ def test_jvp_and_vjp_are_products_with_the_dense_jacobian(make):
 
 
 def test_hvp_and_gvp_are_products_with_the_dense_matrices(monkeypatch):
-    monkeypatch.setattr("jacstore.curvature.LARGEST_BLOCK", 2)
+    monkeypatch.setattr("jacstore.operators.autodiff.LARGEST_BLOCK", 2)
     problem = mlp(11)
     rows, outputs = dense_rows(problem), dense_outputs(problem)
     p = np.exp(outputs) / np.exp(outputs).sum(1, keepdims=True)

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 import jacstore
-from jacstore import jacobian, probes, row_check, twofold
-from jacstore.backward import Backward
-from jacstore.finder import Finder
-from jacstore.problem import prepare
-from jacstore.trace import cut_before_products
+from jacstore.problem import probes, twofold
+from jacstore.problem.problem import prepare
+from jacstore.rows import device_pass, row_check
+from jacstore.rows.trace.backward import Backward
+from jacstore.rows.trace.cut import cut_before_products
+from jacstore.rows.trace.find_terms import Finder
 
 WIDTH, EXAMPLES = 32, 4
 
@@ -71,13 +72,13 @@ def test_a_build_traces_the_function_six_times_and_compiles_as_many_programs_for
 
 def test_norms_of_leaves_that_are_made_alike_are_traced_once(monkeypatch):
     traced = Counter()
-    real = jacobian.squared_norms
+    real = device_pass.squared_norms
 
     def counted(leaf, *given):
         traced[leaf] += 1
         return real(leaf, *given)
 
-    monkeypatch.setattr(jacobian, "squared_norms", counted)
+    monkeypatch.setattr(device_pass, "squared_norms", counted)
     # Sizes that no other test has, so that JAX has kept none of them.
     jacstore.build(residual(7), None, unit_size=EXAMPLES, output_batch=2)
     assert set(traced.values()) == {1} and len(traced) <= 3

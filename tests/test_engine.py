@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from threadpoolctl import ThreadpoolController, threadpool_limits
 
 import jacstore
-import jacstore.engine
+import jacstore.kernels.engines.blas
 from jacstore import StoreWriter
-from jacstore.blas_threads import blas_threads
-from jacstore.engine import LEAST_BLOCKS, LEAST_SPLIT, BlasEngine, _cut, symmetrize
-from jacstore.engine_xla import XlaEngine, resident_bytes
+from jacstore.base.blas_threads import blas_threads
 from jacstore.errors import InvalidRequestError, RequestMismatchError
-from jacstore.factors import FactorSet
-from jacstore.plan import block_shape
+from jacstore.kernels.context import Work
+from jacstore.kernels.engines.blas import LEAST_BLOCKS, LEAST_SPLIT, BlasEngine, _cut, symmetrize
+from jacstore.kernels.engines.xla import XlaEngine, resident_bytes
+from jacstore.kernels.plan.plan import block_shape
 from jacstore.terms import Dot, Leaf
-from jacstore.work import Work
+from jacstore.terms.factor_set import FactorSet
 
 quick = settings(max_examples=25, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 MODES = ("full", "trace", "diagonal", "blocks")
@@ -127,7 +127,7 @@ def test_columns_inside_a_slab_are_multiplied_alone(mode):
 @pytest.mark.parametrize("syrk_rows", [13, 68, 10_000])
 @pytest.mark.parametrize("mode", ["full", "trace", "diagonal"])
 def test_a_diagonal_tile_is_symmetric_to_the_bit(mode, syrk_rows, monkeypatch):
-    monkeypatch.setattr(jacstore.engine, "SYRK_ROWS", syrk_rows)
+    monkeypatch.setattr(jacstore.kernels.engines.blas, "SYRK_ROWS", syrk_rows)
     a, tile = random_rows(70, 2, 32), slice(2, 70)
     for engine in engines("float32"):
         found = streamed(engine, mode, a, a, [(0, 16), (16, 32)], tile, tile)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import jacstore
-from jacstore import errors, hierarchy, ledger, sample_files
+from jacstore import errors
 from jacstore.errors import (
     DamagedDataError,
     IncompleteError,
@@ -29,9 +29,10 @@ from jacstore.errors import (
     RunInterruptedError,
     SelectedStateWarning,
 )
-from jacstore.files import Folder
-from jacstore.ledger import Lock
-from jacstore.store_checks import StoreChecks
+from jacstore.storage import ledger, sample_files, zarr_group
+from jacstore.storage.files import Folder
+from jacstore.storage.ledger import Lock
+from jacstore.verification.store_checks import StoreChecks
 
 OLD_NAMES = {
     "Refused": InvalidRequestError,
@@ -156,7 +157,7 @@ def test_a_file_that_ends_too_early_is_said_to_end_too_early(tmp_path: Path) -> 
 def lock_of_another_process(folder: Folder) -> subprocess.Popen[bytes]:
     """A process that holds a lock until its input is closed."""
     code = (
-        "import sys; from jacstore.files import Folder; from jacstore.ledger import Lock\n"
+        "import sys; from jacstore.storage.files import Folder; from jacstore.storage.ledger import Lock\n"
         f"with Lock(Folder({str(folder.root)!r}), 0, 9, print): print(flush=True); sys.stdin.read()"
     )
     holder = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -171,7 +172,7 @@ def test_what_another_process_holds_is_locked_and_not_a_file_that_cannot_be_writ
     try:
         with pytest.raises(LockedError, match="is being worked on by process"), Lock(folder, 0, 9, print):
             pass
-        overwriting = hierarchy.creating(folder, "run.jac", [], True, print)
+        overwriting = zarr_group.creating(folder, "run.jac", [], True, print)
         with pytest.raises(LockedError, match="is being worked on by process"), overwriting:
             pass
     finally:
@@ -191,17 +192,17 @@ def test_an_error_while_a_lock_is_claimed_stays_as_it_is(
 def test_an_error_while_a_folder_is_cleared_or_its_arrays_made_stays_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[JacstoreError]
 ) -> None:
-    monkeypatch.setattr(hierarchy, "_refuse_foreign", lambda *_: raised(kind))
+    monkeypatch.setattr(zarr_group, "_refuse_foreign", lambda *_: raised(kind))
     with (
         pytest.raises(kind, match=r"^rows of unit 3"),
-        hierarchy.creating(Folder(tmp_path), "run.jac", [], False, print),
+        zarr_group.creating(Folder(tmp_path), "run.jac", [], False, print),
     ):
         pass
     monkeypatch.setattr(Folder, "size", lambda *_: raised(kind))
     with pytest.raises(kind, match=r"^rows of unit 3"):
-        hierarchy.create(Folder(tmp_path), [], {})
+        zarr_group.create(Folder(tmp_path), [], {})
     with pytest.raises(kind, match=r"^rows of unit 3"):
-        hierarchy.add(Folder(tmp_path), "kept", [])
+        zarr_group.add(Folder(tmp_path), "kept", [])
 
 
 @pytest.mark.parametrize("kind", PUBLIC)

@@ -20,11 +20,11 @@ from helpers_faults import bits, is_right, make, quick, ram_folder
 from helpers_process import contents
 
 import jacstore
-import jacstore.files
+import jacstore.storage.files
 from jacstore import gram
+from jacstore.base.events import ItemDone, SlabDone, UnitDone
+from jacstore.base.threads import all_done
 from jacstore.errors import DamagedDataError, InvalidRequestError, LockedError
-from jacstore.progress import ItemDone, SlabDone, UnitDone
-from jacstore.threads import all_done
 
 KINDS = ("dense", "factored")
 TILE = {"tile": 3}
@@ -199,7 +199,7 @@ def test_wherever_a_disk_fails_what_is_finished_stays(step, error, pristine, pla
         ("new.ntk", lambda: gram(place / "run.jac", place / "new.ntk", **TILE)),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(jacstore.files, "before_step", failing)
+            patch.setattr(jacstore.storage.files, "before_step", failing)
             try:
                 run()
             except InvalidRequestError as refused:
@@ -271,7 +271,7 @@ def test_a_disk_that_fills_in_a_gram_can_be_continued_when_there_is_space(disk, 
                         continue
 
     with monkeypatch.context() as patch:
-        patch.setattr(jacstore.files, "before_step", fill)
+        patch.setattr(jacstore.storage.files, "before_step", fill)
         with pytest.raises(InvalidRequestError, match="disk full while writing"):
             gram(folder / "run.jac", where / "run.ntk", **TILE)
     assert not jacstore.open(where / "run.ntk").complete

@@ -16,11 +16,11 @@ from helpers_errors import refusal
 from helpers_process import MAIN, Command, environment, invoke, run_command, write_target
 
 import jacstore
-import jacstore.exclusive
+import jacstore.storage.exclusive
 from jacstore import build, gram
+from jacstore.base.events import Noted
 from jacstore.errors import InvalidRequestError, LockedError
-from jacstore.exclusive import NO_LOCKS, held
-from jacstore.progress import Noted
+from jacstore.storage.exclusive import NO_LOCKS, held
 from jacstore.testing import Counting, mlp
 
 # What a process on such a file system does first.
@@ -120,7 +120,7 @@ def test_of_two_claims_on_the_same_units_exactly_one_wins(no_locks, tmp_path):
 COUNT = """
 import sys
 from pathlib import Path
-from jacstore.exclusive import held
+from jacstore.storage.exclusive import held
 folder = Path(sys.argv[1])
 for _ in range(40):
     with held(folder / "turn"):
@@ -131,7 +131,12 @@ for _ in range(40):
 
 def dead(**changes: object) -> str:
     """What a process that is no more left."""
-    owner = {"host": jacstore.machine.hostname(), "boot": jacstore.machine.boot_id(), "pid": os.getpid(), "start": "1"}
+    owner = {
+        "host": jacstore.base.machine.hostname(),
+        "boot": jacstore.base.machine.boot_id(),
+        "pid": os.getpid(),
+        "start": "1",
+    }
     return json.dumps({**owner, "token": "x", **changes})
 
 
@@ -139,7 +144,7 @@ def test_processes_take_turns_and_one_alone_takes_over_what_a_dead_one_left(tmp_
     (tmp_path / "count").write_text("0")
     (tmp_path / "turn").write_text(dead())
     # One that died while it took that over.
-    left = jacstore.exclusive._identity(tmp_path / "turn")
+    left = jacstore.storage.exclusive._identity(tmp_path / "turn")
     (tmp_path / f"turn.{left}").write_text(dead(token="y"))
     command = [sys.executable, "-c", COUNT, str(tmp_path)]
     running = [subprocess.Popen(command, env=environment()) for _ in range(4)]
@@ -151,7 +156,7 @@ def test_processes_take_turns_and_one_alone_takes_over_what_a_dead_one_left(tmp_
 @pytest.mark.parametrize("body", [dead(host="elsewhere"), "", "{", "[]"], ids=["elsewhere", "empty", "torn", "list"])
 def test_what_nobody_here_can_ask_about_is_taken_over_when_it_has_stood_still(body, monkeypatch, tmp_path):
     (tmp_path / "turn").write_text(body)
-    monkeypatch.setattr(jacstore.exclusive, "STALE_SECONDS", 0.0)
+    monkeypatch.setattr(jacstore.storage.exclusive, "STALE_SECONDS", 0.0)
     with held(tmp_path / "turn"):
         assert str(os.getpid()) in (tmp_path / "turn").read_text()
     assert not (tmp_path / "turn").exists()

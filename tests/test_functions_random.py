@@ -875,7 +875,7 @@ def prepared() -> Iterator[None]:
     before = jax.config.values[FAST_COMPILATION]
     jax.config.update(FAST_COMPILATION, True)
     try:
-        with mock.patch("jacstore.trace.SMALLEST", 0):
+        with mock.patch("jacstore.rows.trace.cut.SMALLEST", 0):
             yield
     finally:
         jax.config.update(FAST_COMPILATION, before)

@@ -27,14 +27,14 @@ from hypothesis import HealthCheck, Phase, currently_in_test_context, given, not
 from hypothesis import strategies as st
 
 import jacstore
-import jacstore.ledger
-import jacstore.target
+import jacstore.problem.loading
+import jacstore.storage.ledger
 from jacstore import gram
+from jacstore.base.events import SlabDone
+from jacstore.base.schema import short_hash
 from jacstore.errors import DamagedDataError, IncompleteError, JacstoreError, RequestMismatchError, RunInterruptedError
-from jacstore.files import Folder
-from jacstore.ledger import Ledger, compare_requested
-from jacstore.progress import SlabDone
-from jacstore.schema import short_hash
+from jacstore.storage.files import Folder
+from jacstore.storage.ledger import Ledger, compare_requested
 from jacstore.testing import Counting, Stopping, mlp
 
 # Inputs of each kind and commands that were run on them.
@@ -54,7 +54,7 @@ def drawn(fixed, random):
 @pytest.fixture(scope="module", autouse=True)
 def quickly():
     with quick() as patch:
-        patch.setattr(jacstore.ledger, "STALE_SECONDS", 0.0)
+        patch.setattr(jacstore.storage.ledger, "STALE_SECONDS", 0.0)
         yield patch
 
 
@@ -143,7 +143,7 @@ def try_some(scene, place, data, *, made_up):
     name, words, reads = data.draw(st.sampled_from(OUTPUTS), label="out"), [], None
     out, truth = place / name, scene.truth["store" if name.endswith(".jac") else "kernel"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jacstore.target, "load_target", lambda text: PROBLEMS[kind][0])
+        patch.setattr(jacstore.problem.loading, "load_target", lambda text: PROBLEMS[kind][0])
         if data.draw(st.integers(0, 3), label="verify") == 0:
             words, reads = ["verify", out, "--samples", 4], store
         elif name.endswith(".jac"):
@@ -416,7 +416,7 @@ def test_locks_that_say_anything_are_one_line(scenes, data):
     TRIED["inputs: locks"] += 1
     scene = scenes("dense")
     place = scene.fresh()
-    lock = LOCK | {"host": data.draw(st.sampled_from([jacstore.machine.hostname(), "elsewhere"]))}
+    lock = LOCK | {"host": data.draw(st.sampled_from([jacstore.base.machine.hostname(), "elsewhere"]))}
     name = data.draw(st.sampled_from(["lock-0000000-0000009", "lock-0000000-9999999999999999999", "lock-x-y", "lock-"]))
     text = data.draw(st.sampled_from([text_of(mutate(data, lock)), "", "{", "[]", "\xff"]))
     for where in ("run.jac", "half.ntk"):
@@ -538,7 +538,7 @@ def test_nothing_waits_at_a_pipe_in_the_place_of_metadata(name, scenes):
         wrong_thing(place / path, "pipe", place)
         words = ["gram", place / "run.jac", "--out", place / name, "--tile", 3]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(jacstore.target, "load_target", lambda text: PROBLEMS["dense"][0])
+            patch.setattr(jacstore.problem.loading, "load_target", lambda text: PROBLEMS["dense"][0])
             words = build_words("dense", place / name) if name == "run.jac" else words
             code = command(place, *words, out=place / name, reads=place / "run.jac")
             assert code == 2 or path.parent.name != name
@@ -558,7 +558,7 @@ def test_nothing_is_written_through_a_link_that_leads_out(array, scenes):
     for name in (place / "run.jac" / "ledger").glob("unit-*.json"):
         name.unlink()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jacstore.target, "load_target", lambda text: PROBLEMS["dense"][0])
+        patch.setattr(jacstore.problem.loading, "load_target", lambda text: PROBLEMS["dense"][0])
         before = contents(place / "beside")
         assert command(place, *build_words("dense", place / "run.jac"), out=place / "run.jac") == 2
         assert contents(place / "beside") == before
@@ -656,8 +656,8 @@ def test_a_lock_whose_owner_has_no_start_is_taken_over(scenes):
     scene = scenes("dense")
     place = scene.fresh()
     owner = LOCK | {
-        "host": jacstore.machine.hostname(),
-        "boot": jacstore.machine.boot_id(),
+        "host": jacstore.base.machine.hostname(),
+        "boot": jacstore.base.machine.boot_id(),
         "pid": 2**40,
         "start": None,
     }
@@ -738,7 +738,7 @@ def test_flags_that_say_anything_are_one_line(scenes, data):
     words = [f"--{flag}={data.draw(WORDS, label=flag)}" for flag in chosen]
     first = "any:target" if name == "build" else place / "run.jac"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jacstore.target, "load_target", lambda text: PROBLEMS["dense"][0])
+        patch.setattr(jacstore.problem.loading, "load_target", lambda text: PROBLEMS["dense"][0])
         more = ("--codec", "none", "--layout", "dense") if name == "build" else ()
         command(place, name, first, "--out", place / "new", *more, *words, out=place / "new")
 
@@ -748,7 +748,7 @@ def test_more_parts_than_there_can_be_items_are_refused_at_once(name, scenes):
     place = scenes("dense").fresh()
     first = place / "run.jac" if name == "gram" else "any:target"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jacstore.target, "load_target", lambda text: PROBLEMS["dense"][0])
+        patch.setattr(jacstore.problem.loading, "load_target", lambda text: PROBLEMS["dense"][0])
         for parts in (10_001, 10**9, 10**18):
             result = invoke(name, first, "--out", place / "new", "--part", f"1/{parts}")
             assert result.exit_code == 2 and f"--part 1/{parts}: at most 10,000 parts" in result.stderr

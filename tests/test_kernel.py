@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import jacstore
 from jacstore import StoreWriter
 from jacstore.errors import DamagedDataError, IncompleteError, InvalidRequestError
-from jacstore.kernel import Kernel, open_kernel
+from jacstore.kernels.kernel import Kernel, open_kernel
 
 # A fault that has been reported and not been mended; the mark goes with the fault.
 quick = settings(max_examples=25, deadline=None, database=None, suppress_health_check=list(HealthCheck))

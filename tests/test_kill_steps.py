@@ -19,10 +19,10 @@ import pytest
 from helpers_faults import Knife, bits, is_right, make, quick, ram_folder
 
 import jacstore
-import jacstore.checkpoints
+import jacstore.storage.checkpoints
 from jacstore import gram
+from jacstore.base.events import BatchDone, SlabDone
 from jacstore.errors import RequestMismatchError
-from jacstore.progress import BatchDone, SlabDone
 from jacstore.testing import Counting
 
 EXAMPLES = "0:3"
@@ -61,7 +61,7 @@ CASES = [(kind, name) for kind in ("dense", "factored") for name in JOBS]
 def quickly():
     with quick() as patch:
         # A checkpoint is due after every slab, however quick the first one was.
-        patch.setattr(jacstore.checkpoints, "CHECKPOINT_SHARE", 1e9)
+        patch.setattr(jacstore.storage.checkpoints, "CHECKPOINT_SHARE", 1e9)
         yield
 
 
@@ -248,7 +248,7 @@ def main():
     print(f"{'store':10} {'job':12}" + "".join(f"{name:>9}" for name in columns))
     total, Scene.verified_every = Counter(), 1
     with quick() as patch, ram_folder() as folder:
-        patch.setattr(jacstore.checkpoints, "CHECKPOINT_SHARE", 1e9)
+        patch.setattr(jacstore.storage.checkpoints, "CHECKPOINT_SHARE", 1e9)
         for kind, name in CASES:
             scene = Scene(kind, name, folder / f"{kind}-{name}")
             for at in range(1, len(scene.whole.steps) + 1):

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 import jacstore
-import jacstore.blas_threads
-import jacstore.cgroups
-import jacstore.factoring
-import jacstore.item
-from jacstore import machine
-from jacstore.cgroups import cpu_quota, memory_headroom
+import jacstore.base.blas_threads
+import jacstore.base.cgroups
+import jacstore.inference.factorize
+import jacstore.kernels.item
+from jacstore.base import machine
+from jacstore.base.cgroups import cpu_quota, memory_headroom
 from jacstore.testing import mlp
 
 GB = 10**9
@@ -182,13 +182,13 @@ def test_the_quota_of_version_1_likewise(own, above, cores, tmp_path):
 def test_the_default_budget_is_half_of_what_the_job_has_left(tmp_path, monkeypatch):
     tree = Tree(tmp_path, "0::/job\n", V2)
     tree.v2("sys/fs/cgroup/job", 30_000_000, usage=10_000_000)
-    monkeypatch.setattr(jacstore.cgroups, "ROOT", tmp_path)
+    monkeypatch.setattr(jacstore.base.cgroups, "ROOT", tmp_path)
     assert machine.available_memory() == 20_000_000 and machine.default_memory(None) == 10_000_000
 
 
 def test_default_threads_are_those_of_the_quota_and_of_the_affinity(tmp_path, monkeypatch):
     tree = Tree(tmp_path, "0::/job\n", V2)
-    monkeypatch.setattr(jacstore.cgroups, "ROOT", tmp_path)
+    monkeypatch.setattr(jacstore.base.cgroups, "ROOT", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     for quota, cores, told in (("max", 8, None), ("250000", 3, 3), ("6400000", 8, None)):
         tree.write("sys/fs/cgroup/job/cpu.max", f"{quota} 100000")
@@ -201,16 +201,16 @@ def test_a_gram_and_a_factorization_multiply_with_no_more_threads_than_the_quota
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     store = jacstore.build(mlp(7), None)
     asked: list[int | None] = []
-    real = jacstore.blas_threads.blas_threads
+    real = jacstore.base.blas_threads.blas_threads
 
     def seen(count: int | None) -> contextlib.AbstractContextManager[None]:
         asked.append(count)
         return real(count)
 
-    for module in (jacstore.item, jacstore.factoring):
+    for module in (jacstore.kernels.item, jacstore.inference.factorize):
         monkeypatch.setattr(module, "blas_threads", seen)
     for root, wanted in ((tmp_path / "none", {None}), (tmp_path, {1})):
-        monkeypatch.setattr(jacstore.cgroups, "ROOT", root)
+        monkeypatch.setattr(jacstore.base.cgroups, "ROOT", root)
         asked.clear()
         jacstore.KernelFactor(jacstore.gram(store), 1.0)
         jacstore.spectrum(jacstore.gram(store))

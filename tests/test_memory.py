@@ -20,7 +20,7 @@ ROWS, PARAMETERS = 3000, 4000
 MEASURE = """
 import json, pathlib, sys
 import jacstore
-from jacstore import assembly
+from jacstore.kernels import gram as assembly
 
 def status(key):
     line = next(l for l in pathlib.Path("/proc/self/status").read_text().splitlines() if l.startswith(key))

@@ -18,6 +18,7 @@ from test_terms import tiny
 
 import jacstore
 from jacstore import StoreWriter
+from jacstore.base.events import SlabDone, Started
 from jacstore.errors import (
     DamagedDataError,
     IncompleteError,
@@ -25,7 +26,6 @@ from jacstore.errors import (
     RequestMismatchError,
     RunInterruptedError,
 )
-from jacstore.progress import SlabDone, Started
 from jacstore.terms import Conv, Dense, Dot, Index, Leaf, Operand, expand
 from jacstore.testing import Counting, Stopping
 
@@ -186,10 +186,10 @@ def weighted(rows, blocks):
 )
 def test_products_are_those_of_dense_rows_and_read_each_number_once(store, m, width, depth, scratch):
     with (
-        mock.patch("jacstore.term_products.WIDTH", width),
-        mock.patch("jacstore.term_products.DEPTH", depth),
-        mock.patch("jacstore.term_products.SCRATCH", scratch),
-        mock.patch("jacstore.panels.SLAB_COLUMNS", depth),
+        mock.patch("jacstore.terms.matrix_products.WIDTH", width),
+        mock.patch("jacstore.terms.matrix_products.DEPTH", depth),
+        mock.patch("jacstore.terms.matrix_products.SCRATCH", scratch),
+        mock.patch("jacstore.operators.panels.SLAB_COLUMNS", depth),
     ):
         compare_products(store, m)
 
@@ -239,7 +239,7 @@ def test_leaves_and_examples_are_rows_and_columns_of_the_whole(store, data):
 def built():
     """Stores of networks with every kind of term, in float64."""
     names = ("tied embedding", "conv, groups")
-    with mock.patch("jacstore.trace.SMALLEST", 0):
+    with mock.patch("jacstore.rows.trace.cut.SMALLEST", 0):
         return {name: jacstore.build(tiny(name), None, dtype="float64", unit_size=2) for name in names}
 
 
@@ -414,7 +414,10 @@ def test_the_matrix_is_that_of_dense_rows_in_one_pass(store, likelihood, rows):
     if blocks is None:
         blocks = normal(n, k, k)
         blocks = likelihood = blocks + blocks.transpose(0, 2, 1)
-    with mock.patch("jacstore.normal_matrix.ROWS", rows), mock.patch("jacstore.normal_matrix.COLUMNS", 7 * rows):
+    with (
+        mock.patch("jacstore.operators.ggn_matrix.ROWS", rows),
+        mock.patch("jacstore.operators.ggn_matrix.COLUMNS", 7 * rows),
+    ):
         found, read = passes(store, lambda: jacstore.ggn(store, likelihood, 0.3, memory="1GB"))
     assert read == 1
     np.testing.assert_array_equal(found, found.T)
@@ -424,7 +427,7 @@ def test_the_matrix_is_that_of_dense_rows_in_one_pass(store, likelihood, rows):
 def test_a_matrix_on_disk_is_continued_not_begun_again(mlp, tmp_path, monkeypatch):
     store, rows = mlp
     out, options = tmp_path / "run.ggn", {"likelihood": "softmax", "alpha": 0.1}
-    monkeypatch.setattr("jacstore.checkpoints.CHECKPOINT_SPEED", 1e15)
+    monkeypatch.setattr("jacstore.storage.checkpoints.CHECKPOINT_SPEED", 1e15)
     stopping = Stopping(SlabDone, after=3)
     with pytest.raises(RunInterruptedError):
         jacstore.ggn(store, out=out, listener=stopping, stop=stopping.stop, **options)

@@ -9,11 +9,11 @@ import pytest
 from helpers_errors import refusal
 
 import jacstore
-from jacstore.jacobian import DevicePass
-from jacstore.norms import stored_norms
-from jacstore.problem import Problem, prepare
+from jacstore.problem.problem import Problem, prepare
+from jacstore.rows.device_pass import DevicePass
+from jacstore.rows.trace.cut import cut_before_products
+from jacstore.store.norms import stored_norms
 from jacstore.testing import dense_rows
-from jacstore.trace import cut_before_products
 
 OUTPUTS = 4
 

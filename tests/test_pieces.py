@@ -13,11 +13,11 @@ import zarr
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jacstore import hierarchy
-from jacstore.blocks import from_bfloat16, to_bfloat16
 from jacstore.errors import DamagedDataError
-from jacstore.files import Folder
-from jacstore.pieces import CODECS, ArrayLayout, FileEncoder, FileRecord, decode, raw
+from jacstore.storage import zarr_group
+from jacstore.storage.chunks import CODECS, ArrayLayout, FileEncoder, FileRecord, decode, raw
+from jacstore.storage.files import Folder
+from jacstore.store.unit_buffers import from_bfloat16, to_bfloat16
 
 DTYPES = ("float32", "float64", "float16", "uint16")
 quick = settings(max_examples=40, deadline=None, database=None, suppress_health_check=list(HealthCheck))
@@ -73,7 +73,7 @@ def encoded(layout, at, values):
 
 def written(folder, layout, values, files=None):
     """Write an array, or only some of its files, below a folder; returns the record of each file."""
-    hierarchy.create(Folder(folder), [layout], {"kind": "store"})
+    zarr_group.create(Folder(folder), [layout], {"kind": "store"})
     records = {}
     for at in grid(layout) if files is None else files:
         data, records[at] = encoded(layout, at, values)

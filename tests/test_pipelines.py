@@ -29,8 +29,8 @@ import precision
 import soak
 import transformer
 from jacstore.errors import DamagedDataError, RunInterruptedError
-from jacstore.problem import prepare
-from jacstore.trace import cut_before_products
+from jacstore.problem.problem import prepare
+from jacstore.rows.trace.cut import cut_before_products
 from peers import child, serve
 
 ROOT = Path(__file__).resolve().parent.parent

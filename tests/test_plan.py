@@ -15,14 +15,16 @@ import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from jacstore import Problem, build, limits, store_plan
+from jacstore import Problem, build
+from jacstore.base import limits
+from jacstore.base.limits import MODES
+from jacstore.base.schema import typed
 from jacstore.errors import InvalidRequestError
-from jacstore.limits import MODES
-from jacstore.plan import GramPlan, Group, block_shape
-from jacstore.schedule import plan_gram
-from jacstore.schema import typed
-from jacstore.steps import ELEMENTWISE, plan_steps
-from jacstore.store_plan import Side, StorePlan, plan_store
+from jacstore.kernels.plan.plan import GramPlan, Group, block_shape
+from jacstore.kernels.plan.schedule import plan_gram
+from jacstore.kernels.plan.steps import ELEMENTWISE, plan_steps
+from jacstore.store import layout
+from jacstore.store.layout import Side, StorePlan, plan_store
 
 GIB = 2**30
 quick = settings(max_examples=50, deadline=None, database=None, suppress_health_check=list(HealthCheck))
@@ -83,8 +85,8 @@ def test_a_chosen_unit_takes_an_eighth_of_the_memory_and_a_chosen_piece_no_more(
     assert plan.unit_bytes <= max(sizes["memory"] // 8, example)
     slab = plan.n_examples * plan.n_outputs * plan.itemsize * plan.piece_columns
     piece = plan.unit_size * plan.n_outputs * plan.itemsize * plan.piece_columns
-    narrowest = plan.piece_columns <= store_plan.PIECE_COLUMNS[0]
-    assert narrowest or (slab <= sizes["memory"] // 8 and piece <= store_plan.PIECE_BYTES)
+    narrowest = plan.piece_columns <= layout.PIECE_COLUMNS[0]
+    assert narrowest or (slab <= sizes["memory"] // 8 and piece <= layout.PIECE_BYTES)
 
 
 @given(sizes=STORES)

@@ -19,10 +19,10 @@ from jacstore.errors import (
     RequestMismatchError,
     RunInterruptedError,
 )
-from jacstore.inverse_roots import Request, by_primal_quadrature
-from jacstore.noise import BLOCK, KeyedNoise
-from jacstore.quadrature import points, quadrature
-from jacstore.shifted import largest_eigenvalue, shifted_cg
+from jacstore.inference.linalg.lanczos import largest_eigenvalue, shifted_cg
+from jacstore.inference.linalg.quadrature import points, quadrature
+from jacstore.inference.noise import BLOCK, KeyedNoise
+from jacstore.inference.sampling_methods import Request, by_primal_quadrature
 from jacstore.testing import mlp
 
 K = 3
@@ -385,7 +385,7 @@ def test_another_request_foreign_files_and_damage_are_refused(on_disk, tmp_path)
         draw(out=tmp_path / "other.npy")
     with pytest.raises(InvalidRequestError, match=r"ends in \.npy"):
         draw(out=tmp_path / "folder")
-    with jacstore.sample_files.kept_in(tmp_path / "y.npy", {}, False, print, None), pytest.raises(LockedError):
+    with jacstore.storage.sample_files.kept_in(tmp_path / "y.npy", {}, False, print, None), pytest.raises(LockedError):
         draw(out=tmp_path / "y.npy")
 
 

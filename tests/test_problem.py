@@ -22,9 +22,9 @@ from helpers_errors import refusal
 
 import jacstore
 from jacstore.errors import InvalidFunctionError, InvalidRequestError, SelectedStateWarning
-from jacstore.problem import Problem, precision_context, prepare
-from jacstore.program import program_text
-from jacstore.target import load_target
+from jacstore.problem.loading import load_target
+from jacstore.problem.problem import Problem, precision_context, prepare
+from jacstore.problem.program import program_text
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -664,7 +664,7 @@ def test_parameters_are_never_constants():
 
 SCRIPT = """
 import json, jax, jax.numpy as jnp, numpy as np
-from jacstore.problem import Problem, prepare
+from jacstore.problem.problem import Problem, prepare
 
 @jax.custom_jvp
 def clipped(x):
@@ -801,7 +801,7 @@ def coloured(params, x):
 
 TARGET = """
 import numpy as np
-import jacstore.problem as jp
+import jacstore.problem.problem as jp
 from helper_of_target import W
 
 def make():
@@ -881,7 +881,7 @@ def test_a_missing_target_is_refused(text):
         ("x = 1\ndef f(:\n", "SyntaxError"),
         ("import sys\nsys.exit(1)\n", "SystemExit"),
         (
-            "from jacstore.problem import Problem\nproblem = Problem(apply=3, params=1, inputs=2)\n",
+            "from jacstore.problem.problem import Problem\nproblem = Problem(apply=3, params=1, inputs=2)\n",
             "apply is a int",
         ),
     ],

@@ -10,21 +10,22 @@ import numpy as np
 import pytest
 
 import jacstore
-from jacstore import Problem, wording
+from jacstore import Problem
+from jacstore.cli import text
 from jacstore.errors import InvalidFunctionError
-from jacstore.row_check import RowCheck
+from jacstore.rows.row_check import RowCheck
 from jacstore.terms import Dot
 from jacstore.testing import cnn, mlp
 
 
 @pytest.fixture(autouse=True)
 def _small_leaves_count(monkeypatch):
-    monkeypatch.setattr("jacstore.trace.SMALLEST", 0)
+    monkeypatch.setattr("jacstore.rows.trace.cut.SMALLEST", 0)
 
 
 def spoil(monkeypatch, change):
     """Let the finder give wrong terms for the leaf `layer0/w`."""
-    import jacstore.trace as trace
+    import jacstore.rows.trace.cut as trace
 
     right = trace._cut
 
@@ -68,14 +69,14 @@ def test_every_unit_is_compared(network, layout, monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
 def test_what_is_right_passes_in_every_type_and_for_every_example(dtype, monkeypatch):
-    monkeypatch.setattr("jacstore.row_check.SHARE", 1e9)
+    monkeypatch.setattr("jacstore.rows.row_check.SHARE", 1e9)
     for problem in (mlp(20), cnn(20), cnn(20, outputs="sum")):
         jacstore.build(problem, None, dtype=dtype, unit_size=10)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_rows_of_which_only_rounding_is_left_are_no_fault(dtype, monkeypatch):
-    monkeypatch.setattr("jacstore.row_check.SHARE", 1e9)
+    monkeypatch.setattr("jacstore.rows.row_check.SHARE", 1e9)
     rng = np.random.default_rng(3)
     params = {"g": rng.normal(size=5)}
 
@@ -113,7 +114,7 @@ def test_examples_that_are_not_finite_are_left_to_the_build():
 
 
 def test_gradients_that_do_not_fit_are_left_out(monkeypatch):
-    monkeypatch.setattr("jacstore.row_check.GRADIENT_SHARE", 2**60)
+    monkeypatch.setattr("jacstore.rows.row_check.GRADIENT_SHARE", 2**60)
     store = jacstore.build(mlp(4), None)
     assert store.complete
 
@@ -125,5 +126,5 @@ def test_leaves_that_are_zero_for_every_example_are_named(tmp_path):
     problem = replace(problem, apply=lambda p, x: used({k: v for k, v in p.items() if k != "mean"}, x), params=params)
     store = jacstore.build(problem, tmp_path / "run.jac", unit_size=2)
     assert store.report["zero_leaves"] == jacstore.open(tmp_path / "run.jac").info()["zero_leaves"] == ["mean"]
-    assert "zero for every example: mean;" in wording.build(store.report)
+    assert "zero for every example: mean;" in text.build(store.report)
     assert jacstore.build(mlp(6), None).info()["zero_leaves"] == []

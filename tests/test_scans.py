@@ -14,7 +14,7 @@ from jacstore.testing import dense_kernel, dense_rows, kernel_error
 
 @pytest.fixture(autouse=True)
 def _small_leaves_count(monkeypatch):
-    monkeypatch.setattr("jacstore.trace.SMALLEST", 0)
+    monkeypatch.setattr("jacstore.rows.trace.cut.SMALLEST", 0)
 
 
 def normal(*shape, seed=7):
@@ -242,7 +242,7 @@ def test_a_store_that_has_a_leaf_as_rows_is_continued_with_rows(monkeypatch, tmp
     """As an earlier version, which found no factors inside of scans, has begun it."""
     problem = problem_of("rnn")
     with monkeypatch.context() as earlier:
-        earlier.setattr("jacstore.backward._opened", lambda eqn, inputs: None)
+        earlier.setattr("jacstore.rows.trace.backward._opened", lambda eqn, inputs: None)
         begun = jacstore.build(problem, tmp_path / "run.jac", dtype="float64", unit_size=2, part="1/2")
     assert all(leaf.dense for leaf in begun.leaves) and not begun.complete
     store = jacstore.build(problem, tmp_path / "run.jac", dtype="float64")

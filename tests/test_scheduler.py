@@ -23,11 +23,11 @@ from helpers_errors import refusal
 from helpers_process import SECONDS, contents, environment, hold_reads, invoke
 
 import jacstore
-import jacstore.schedule
-import jacstore.store_plan
+import jacstore.kernels.plan.schedule
+import jacstore.store.layout
 from jacstore import StoreWriter, build, gram
+from jacstore.base.events import ItemDone
 from jacstore.errors import DamagedDataError, IncompleteError, LockedError, RequestMismatchError, RunInterruptedError
-from jacstore.progress import ItemDone
 from jacstore.testing import TOLERANCE, Counting, dense_kernel, kernel_error, mlp
 
 N, K, P = 20, 3, 660
@@ -48,7 +48,7 @@ def store(rows, tmp_path_factory):
     """Rows in 48 pieces of columns, so that workers can share them."""
     path = tmp_path_factory.mktemp("store") / "run.jac"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jacstore.store_plan, "PIECE_COLUMNS", (14, 14))
+        patch.setattr(jacstore.store.layout, "PIECE_COLUMNS", (14, 14))
         with StoreWriter(path, {"w": (P,)}, N, K, unit_size=4) as writer:
             for a, b in writer.missing:
                 writer.write_unit(a, {"w": rows[a:b]})
@@ -139,7 +139,7 @@ def until(condition):
 
 
 def test_a_worker_killed_in_an_item_changes_nothing(store, cluster, alone, rows, tmp_path, monkeypatch):
-    monkeypatch.setattr(jacstore.schedule, "SLAB_COLUMNS", 14)
+    monkeypatch.setattr(jacstore.kernels.plan.schedule, "SLAB_COLUMNS", 14)
     latch = tmp_path / "latch"
     latch.mkdir()
 
@@ -254,11 +254,11 @@ def test_a_scheduler_that_cannot_be_is_refused(words, named, store, tmp_path):
 
 
 def test_a_scheduler_that_does_not_answer_is_refused(store, tmp_path, monkeypatch):
-    import jacstore.cluster
+    import jacstore.kernels.executors
 
-    patient = jacstore.cluster.Client
+    patient = jacstore.kernels.executors.Client
     monkeypatch.setattr(
-        jacstore.cluster, "Client", lambda address, **named: patient(address, **named | {"timeout": "0.5s"})
+        jacstore.kernels.executors, "Client", lambda address, **named: patient(address, **named | {"timeout": "0.5s"})
     )
     with socket.socket() as closed:
         # Bound all the while, so that no cluster of another test takes the port.

@@ -19,12 +19,12 @@ from scipy.special import softmax
 from sklearn.datasets import load_digits
 
 import jacstore
-import jacstore.factorization
-import jacstore.files
+import jacstore.inference.linalg.cholesky_eigh
+import jacstore.storage.files
 from jacstore import KernelFactor, KernelRidge, StoreWriter, block_cg
-from jacstore.dense import Gram
 from jacstore.errors import IncompleteError, InvalidRequestError
-from jacstore.factoring import describe_spectrum
+from jacstore.inference.factorize import describe_spectrum
+from jacstore.inference.kernel_matrix import Gram
 from jacstore.testing import mlp
 
 K = 2
@@ -272,7 +272,7 @@ def test_a_lazy_dask_kernel_is_a_kernel():
 @pytest.mark.parametrize("method", METHODS)
 def test_a_factorization_is_kept_and_used_again(method, kernels, monkeypatch):
     case, path = Case("wide", 1e-3), kernels / "full.ntk"
-    monkeypatch.setattr(jacstore.factor_files, "SQUARE", 7)
+    monkeypatch.setattr(jacstore.inference.kept_factors, "SQUARE", 7)
     first = KernelFactor(path, 1e-3, method)
     monkeypatch.setattr(Gram, "load", None)
     again = KernelFactor(path, 1e-3, method)
@@ -331,7 +331,7 @@ def test_a_stop_while_keeping_leaves_nothing_that_counts(step, kernels, monkeypa
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(jacstore.files, "before_step", stop)
+        patch.setattr(jacstore.storage.files, "before_step", stop)
         with pytest.raises(KeyboardInterrupt):
             KernelFactor(path, 1e-3)
     factor = KernelFactor(path, 1e-3)
@@ -433,16 +433,16 @@ def test_memory_is_checked_before_anything_is_read(method, needs, kernels, monke
 
 def test_room_on_disk_is_checked_before_the_work(kernels, monkeypatch):
     monkeypatch.setattr(Gram, "load", None)
-    monkeypatch.setattr("jacstore.machine.free_disk", lambda path: 100)
+    monkeypatch.setattr("jacstore.base.machine.free_disk", lambda path: 100)
     line = refused(KernelFactor, kernels / "full.ntk", 1.0)
     assert "100 B free" in line and "keep=False" in line
 
 
 def test_rows_beyond_32_bits_are_refused_only_where_lapack_counts_in_them(monkeypatch):
-    monkeypatch.setattr(jacstore.factorization, "LAPACK_32_BIT_ROWS", 20)
+    monkeypatch.setattr(jacstore.inference.linalg.cholesky_eigh, "LAPACK_32_BIT_ROWS", 20)
     gram = Case("wide", 1.0).gram
     assert KernelFactor(gram, 1.0, "eigh").n_rows == 24  # NumPy's own wheels count in 64 bits
-    monkeypatch.setattr(jacstore.factorization, "_numpy_counts_in_64_bits", lambda: False)
+    monkeypatch.setattr(jacstore.inference.linalg.cholesky_eigh, "_numpy_counts_in_64_bits", lambda: False)
     for call in (lambda: KernelFactor(gram, 1.0, "eigh"), lambda: jacstore.spectrum(gram)):
         line = refused(call)
         assert "24 rows" in line and "32 bits" in line and 'method="cholesky"' in line
@@ -452,23 +452,23 @@ def test_rows_beyond_32_bits_are_refused_only_where_lapack_counts_in_them(monkey
 @pytest.mark.parametrize("rows", [1, 3, 4, 5, 8, 24, 29])
 def test_large_kernels_are_factorized_block_by_block_like_small_ones(rows, monkeypatch):
     # LAPACK itself ends the process beyond about 15,000 rows on two cores.
-    monkeypatch.setattr(jacstore.factorization, "BLOCK_ROWS", 4)
-    monkeypatch.setattr(jacstore.factorization, "BLOCK_COLUMNS", 6)
+    monkeypatch.setattr(jacstore.inference.linalg.cholesky_eigh, "BLOCK_ROWS", 4)
+    monkeypatch.setattr(jacstore.inference.linalg.cholesky_eigh, "BLOCK_COLUMNS", 6)
     factors = np.random.default_rng(rows).normal(size=(rows, 40))
     matrix = factors @ factors.T
-    upper, failed = jacstore.factorization.cholesky(matrix.copy(), 0.5)
+    upper, failed = jacstore.inference.linalg.cholesky_eigh.cholesky(matrix.copy(), 0.5)
     assert not failed
     assert error(np.triu(upper), np.linalg.cholesky(matrix + 0.5 * np.eye(rows)).T) < 1e-14
     for bad in {0, rows // 2, rows - 1}:
         spoiled = matrix.copy()
         spoiled[bad, bad] = -1e6
-        assert jacstore.factorization.cholesky(spoiled, 0.5)[1] == bad + 1
+        assert jacstore.inference.linalg.cholesky_eigh.cholesky(spoiled, 0.5)[1] == bad + 1
 
 
 @pytest.mark.parametrize("rows", [1, 4, 5, 11, 24])
 def test_scipy_which_holds_back_signals_gets_only_blocks(rows, monkeypatch):
-    monkeypatch.setattr(jacstore.factorization, "BLOCK_ROWS", 4)
-    monkeypatch.setattr(jacstore.factorization, "BLOCK_COLUMNS", 6)
+    monkeypatch.setattr(jacstore.inference.linalg.cholesky_eigh, "BLOCK_ROWS", 4)
+    monkeypatch.setattr(jacstore.inference.linalg.cholesky_eigh, "BLOCK_COLUMNS", 6)
     seen = set()
 
     def watched(module, name):
@@ -481,7 +481,7 @@ def test_scipy_which_holds_back_signals_gets_only_blocks(rows, monkeypatch):
 
         monkeypatch.setattr(module, name, call)
 
-    for module in (jacstore.factorization.lapack, jacstore.factorization.blas):
+    for module in (jacstore.inference.linalg.cholesky_eigh.lapack, jacstore.inference.linalg.cholesky_eigh.blas):
         for name in [name for name in dir(module) if name.startswith("d") and callable(getattr(module, name))]:
             watched(module, name)
     factors = np.random.default_rng(rows).normal(size=(rows, 40))
@@ -492,7 +492,10 @@ def test_scipy_which_holds_back_signals_gets_only_blocks(rows, monkeypatch):
     assert error(factor.diag_inv(), np.diagonal(inverse)) < 1e-12
     upper = np.linalg.cholesky(matrix + 0.5 * np.eye(rows)).T
     spoiled = upper + np.tril(np.full((rows, rows), np.nan), -1)
-    assert error(jacstore.factorization.solve_upper(spoiled, right), np.linalg.solve(upper, right)) < 1e-12
+    assert (
+        error(jacstore.inference.linalg.cholesky_eigh.solve_upper(spoiled, right), np.linalg.solve(upper, right))
+        < 1e-12
+    )
     assert seen and all(small for _, small in seen), sorted(seen)
 
 
@@ -889,7 +892,7 @@ def test_a_factor_shares_nothing_with_its_caller():
 def test_nan_fails_a_factorization_and_complex_targets_are_refused():
     matrix = np.eye(12)
     matrix[5, 5] = np.nan
-    assert jacstore.factorization.cholesky(matrix, 0.0)[1] == 6
+    assert jacstore.inference.linalg.cholesky_eigh.cholesky(matrix, 0.0)[1] == 6
     case = Case("wide", 1.0)
     assert "complex" in refused(case.factor("cholesky").solve, 1j * np.asarray(case.y))
 

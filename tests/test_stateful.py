@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 import jacstore
-import jacstore.checkpoints
-import jacstore.ledger
+import jacstore.storage.checkpoints
+import jacstore.storage.ledger
 from jacstore import gram
 from jacstore.errors import DamagedDataError, IncompleteError, InvalidRequestError
 
@@ -43,8 +43,8 @@ def quickly():
 def prepared():
     with quick() as patch:
         # A checkpoint is due after every slab; a lock of another host is not waited for.
-        patch.setattr(jacstore.checkpoints, "CHECKPOINT_SHARE", 1e9)
-        patch.setattr(jacstore.ledger, "STALE_SECONDS", 0.0)
+        patch.setattr(jacstore.storage.checkpoints, "CHECKPOINT_SHARE", 1e9)
+        patch.setattr(jacstore.storage.ledger, "STALE_SECONDS", 0.0)
         yield
 
 

@@ -20,14 +20,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import jacstore
-import jacstore.files
+import jacstore.storage.files
 from jacstore import StoreWriter
-from jacstore.blocks import from_bfloat16, to_bfloat16
+from jacstore.base.events import UnitDone
 from jacstore.errors import DamagedDataError, IncompleteError, InvalidRequestError, NonFiniteError, RequestMismatchError
-from jacstore.files import PAGE, STAGED, Folder, Memory
-from jacstore.pieces import CODECS, FileRecord, page_aligned, raw
-from jacstore.progress import UnitDone
-from jacstore.store import open_store
+from jacstore.storage.chunks import CODECS, FileRecord, page_aligned, raw
+from jacstore.storage.files import PAGE, STAGED, Folder, Memory
+from jacstore.store.reader import open_store
+from jacstore.store.unit_buffers import from_bfloat16, to_bfloat16
 
 # A fault that has been reported and not been mended; the mark goes with the fault.
 quick = settings(max_examples=20, deadline=None, database=None, suppress_health_check=list(HealthCheck))
@@ -627,7 +627,7 @@ def test_what_is_written_past_the_page_cache_is_there_to_the_byte(size, why_not,
     elif why_not == "short writes":
         monkeypatch.setattr(os, "write", lambda descriptor, view: write(descriptor, view[:PAGE]))
     elif why_not == "the machine":
-        monkeypatch.setattr(jacstore.files, "DIRECT", 0)
+        monkeypatch.setattr(jacstore.storage.files, "DIRECT", 0)
     body = data[1:] if why_not == "the buffer" else data[:size]
     assert Folder(tmp_path).write("x", [raw(body), b"and what follows"], cached=False) == size + 16
     assert (tmp_path / "x").read_bytes() == body.tobytes() + b"and what follows"
@@ -676,7 +676,7 @@ def test_rows_that_the_page_cache_could_not_keep_are_written_past_it(tmp_path, m
     rows = rows_of()
     kept = write(tmp_path / "kept.jac", rows)
     assert not past
-    monkeypatch.setattr(jacstore.machine, "available_memory", lambda: 2 * kept.bytes_decoded - 1)
+    monkeypatch.setattr(jacstore.base.machine, "available_memory", lambda: 2 * kept.bytes_decoded - 1)
     other = write(tmp_path / "other.jac", rows, memory="1GB")
     assert past == {"rows"}
     np.testing.assert_array_equal(other.array.compute(), kept.array.compute())

@@ -13,18 +13,18 @@ import pytest
 
 import jacstore
 from jacstore import Problem
-from jacstore.contraction import products
+from jacstore.base.schema import typed
 from jacstore.errors import InvalidRequestError
-from jacstore.jacobian import DevicePass
-from jacstore.problem import precision_context, prepare
-from jacstore.schema import typed
+from jacstore.problem.problem import precision_context, prepare
+from jacstore.rows.device_pass import DevicePass
+from jacstore.rows.trace.cut import cut_before_products
 from jacstore.terms import Leaf, Operand
-from jacstore.trace import cut_before_products
+from jacstore.terms.row_products import products
 
 
 @pytest.fixture(autouse=True)
 def _small_leaves_count(monkeypatch):
-    monkeypatch.setattr("jacstore.trace.SMALLEST", 0)
+    monkeypatch.setattr("jacstore.rows.trace.cut.SMALLEST", 0)
 
 
 class Draw:
@@ -327,7 +327,7 @@ def test_leaf_kernels_add_up_and_rectangles_are_cut_from_the_square(name):
 def test_a_lazy_tile_reads_the_factors_of_its_examples_once_and_forms_no_rows_of_dense_layers(mode, monkeypatch):
     problem = tiny("mlp")
     store = jacstore.build(problem, None, dtype="float64", layout="factored", unit_size=2)
-    monkeypatch.setattr("jacstore.store.expand", None)
+    monkeypatch.setattr("jacstore.store.reader.expand", None)
     lazy = jacstore.lazy_kernel(store, mode, tile=2)
     assert store.decoded_bytes_read == 0
     at = {"full": (0, 1), "trace": (0, 1), "diagonal": (0, 0, 1), "blocks": (0, 0, 0)}[mode]
@@ -354,7 +354,7 @@ def test_an_expanded_convolution_gives_the_kernel_of_an_implicit_one(monkeypatch
     store = jacstore.build(problem, None, dtype="float64")
     kernels = []
     for weight in (0, 10**6):
-        monkeypatch.setattr("jacstore.steps.ELEMENTWISE", weight)
+        monkeypatch.setattr("jacstore.kernels.plan.steps.ELEMENTWISE", weight)
         kernel = assert_kernels(store, rows, 1e-12, tile=2)
         kernels.append([step.expanded for step in kernel.plan.steps])
     assert kernels[0] == [()] and 1 in kernels[1][0]

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import jacstore
 from jacstore import Problem
-from jacstore.contraction import products
+from jacstore.terms.row_products import products
 
 EXAMPLES = 3
 LIMIT = 1e-12
@@ -33,7 +33,7 @@ COUNT = 3 if settings().derandomize else 100
 def _small_leaves_count_and_programs_compile_quickly():
     before = jax.config.values[FAST_COMPILATION]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jacstore.trace.SMALLEST", 0)
+        patch.setattr("jacstore.rows.trace.cut.SMALLEST", 0)
         # Each network is compiled several times and run three times.
         jax.config.update(FAST_COMPILATION, True)
         yield

@@ -15,6 +15,7 @@ from helpers_process import contents
 from test_problem import Table
 
 import jacstore
+from jacstore.base.events import BatchDone
 from jacstore.errors import (
     InvalidFunctionError,
     InvalidRequestError,
@@ -22,7 +23,6 @@ from jacstore.errors import (
     RequestMismatchError,
     RunInterruptedError,
 )
-from jacstore.progress import BatchDone
 from jacstore.testing import Counting, Stopping, dense_kernel, kernel_error, row_error
 
 torch = pytest.importorskip("torch")
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even k
 
 @pytest.fixture(autouse=True)
 def _small_leaves_count(monkeypatch):
-    monkeypatch.setattr("jacstore.torch_terms.SMALLEST", 0)
+    monkeypatch.setattr("jacstore.rows.torch.choose_terms.SMALLEST", 0)
 
 
 @pytest.fixture(autouse=True)
@@ -394,7 +394,7 @@ CHILD = """
 import os, signal, sys
 sys.path.insert(0, {tests!r})
 import torch, jacstore.torch
-from jacstore.progress import UnitDone
+from jacstore.base.events import UnitDone
 from test_torch import cnn
 
 units = 0

@@ -20,7 +20,7 @@ WIDTH = 6
 
 @pytest.fixture(autouse=True)
 def _small_leaves_count(monkeypatch):
-    monkeypatch.setattr("jacstore.torch_terms.SMALLEST", 0)
+    monkeypatch.setattr("jacstore.rows.torch.choose_terms.SMALLEST", 0)
     torch.manual_seed(0)
 
 

@@ -14,7 +14,7 @@ from jacstore.testing import row_error
 torch = pytest.importorskip("torch")
 from test_torch import Function, rows_of, terms_of, truth  # noqa: E402
 
-from jacstore.torch_composed import compose  # noqa: E402
+from jacstore.rows.torch.composed import compose  # noqa: E402
 
 nn = torch.nn
 torch.set_num_threads(1)
@@ -23,7 +23,7 @@ WIDTH = 4
 
 @pytest.fixture(autouse=True)
 def _small_leaves_count(monkeypatch):
-    monkeypatch.setattr("jacstore.torch_terms.SMALLEST", 0)
+    monkeypatch.setattr("jacstore.rows.torch.choose_terms.SMALLEST", 0)
     torch.manual_seed(0)
 
 

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 import jacstore
-from jacstore.cli import main
+from jacstore.cli.commands import main
 from jacstore.errors import InvalidRequestError
 from jacstore.testing import row_error
 
@@ -72,8 +72,8 @@ def test_another_target_fails_and_is_named(tmp_path, field):
 
 
 def test_rows_that_are_not_the_modules_are_found(tmp_path, monkeypatch):
-    from jacstore.torch_audit import Audit
-    from jacstore.torch_pass import TorchPass
+    from jacstore.rows.torch.audit import Audit
+    from jacstore.rows.torch.device_pass import TorchPass
 
     run = TorchPass.run
 

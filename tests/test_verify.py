@@ -16,16 +16,17 @@ import pytest
 from helpers_process import contents, invoke, write_target
 
 import jacstore
-import jacstore.files
-import jacstore.finish
-import jacstore.repair
-from jacstore import Problem, StoreWriter, build, gram, identity, verify
-from jacstore.bounds import product_bound, squares_bound
-from jacstore.eigenvalue_checks import lanczos
+import jacstore.kernels.finish
+import jacstore.kernels.repair
+import jacstore.storage.files
+from jacstore import Problem, StoreWriter, build, gram, verify
+from jacstore.base.precision import product_bound, squares_bound
 from jacstore.errors import DamagedDataError, InvalidRequestError, RequestMismatchError
-from jacstore.pieces import FileEncoder
-from jacstore.program import text_of_jax
+from jacstore.problem import fingerprint
+from jacstore.problem.program import text_of_jax
+from jacstore.storage.chunks import FileEncoder
 from jacstore.testing import cnn, dense_kernel, dense_rows, kernel_error, mlp, nested
+from jacstore.verification.eigenvalue_checks import lanczos
 
 MODES = ("full", "trace", "diagonal", "blocks")
 VALUES = ("diagonal", "entries", "products with random weights")
@@ -329,8 +330,8 @@ def test_a_store_by_the_text_of_jax_continues_and_verifies_while_its_program_is_
     apply, path = problem_of("mlp").apply, tmp_path / "old.jac"
     problem, parts = problem_of("mlp", apply=lambda p, x: jax.nn.relu(jax.nn.relu(apply(p, x)) - 0.1)), ("1/2", "2/2")
     with monkeypatch.context() as before:
-        before.setattr(identity, "VERSION", "")
-        before.setattr(identity, "program_text", text_of_jax)
+        before.setattr(fingerprint, "VERSION", "")
+        before.setattr(fingerprint, "program_text", text_of_jax)
         half = build(problem, path, unit_size=2, part=parts[0])
     assert len(half.requested["function"]) == 64
     jax.nn.relu(np.ones(3, np.float32))  # caches hold another trace of it now
@@ -419,12 +420,14 @@ def test_the_diagonal_may_be_that_of_exact_norms(tmp_path):
 
 
 def test_gram_stops_at_a_tile_whose_diagonal_is_not_the_norms_and_names_it(stores, tmp_path, monkeypatch):
-    symmetrize = jacstore.finish.symmetrize
+    symmetrize = jacstore.kernels.finish.symmetrize
     values = jacstore.open(stores / "mlp.ntk").array.compute(scheduler="synchronous")
     at = int(np.argmax(np.diag(values))) // 9
     limit = values.max() * 0.999
     monkeypatch.setattr(
-        jacstore.finish, "symmetrize", lambda mode, tile: symmetrize(mode, tile) * (1 + 1e-4 * (tile.max() > limit))
+        jacstore.kernels.finish,
+        "symmetrize",
+        lambda mode, tile: symmetrize(mode, tile) * (1 + 1e-4 * (tile.max() > limit)),
     )
     with pytest.raises(DamagedDataError, match=rf"tile \({at}, {at}\): the diagonal at example \d, output \d"):
         gram(stores / "mlp.jac", None, tmp_path / "k", tile=3, memory=MEMORY)
@@ -503,7 +506,7 @@ def test_where_nothing_can_be_written_verify_still_reports(copied, monkeypatch):
         data = bytearray((copied / name / file).read_bytes())
         data[8] ^= 1
         (copied / name / file).write_bytes(data)
-        monkeypatch.setattr(jacstore.files, "before_step", refuse)
+        monkeypatch.setattr(jacstore.storage.files, "before_step", refuse)
         assert "checksums" in failed(verify(copied / name))
         monkeypatch.undo()
         assert not list((copied / name).glob("ledger/suspect-*"))
@@ -609,7 +612,7 @@ def test_rows_that_are_nearly_parallel_make_no_false_alarm(tmp_path):
 
 def test_tiles_are_repaired_with_as_many_blas_threads_as_they_were_computed_with(stores, tmp_path, monkeypatch):
     # The number decides about bits: a tile of 325 rows came back with others, and its mirror was no mirror any more.
-    asked, limit = [], jacstore.repair.blas_threads
+    asked, limit = [], jacstore.kernels.repair.blas_threads
     for module in ("item", "repair"):
         patched = f"jacstore.{module}.blas_threads"
         monkeypatch.setattr(patched, lambda count: (asked.append(count), limit(count))[1])

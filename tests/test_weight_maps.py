@@ -19,7 +19,7 @@ LAX_CONV = jax.lax.conv_general_dilated
 
 @pytest.fixture(autouse=True)
 def _small_leaves_count(monkeypatch):
-    monkeypatch.setattr("jacstore.trace.SMALLEST", 0)
+    monkeypatch.setattr("jacstore.rows.trace.cut.SMALLEST", 0)
 
 
 def normal(*shape, seed=7):

@@ -1,0 +1,241 @@
+"""Format reports as the text that the command line prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jacstore.base.machine import format_size
+
+PATHS_SHOWN = 5
+
+
+def _rows(r: dict[str, Any]) -> str:
+    return f"{r['examples']:,} examples x {r['outputs']} outputs x {r['parameters']:,} parameters"
+
+
+def _shape(r: dict[str, Any]) -> str:
+    return " x ".join(f"{n:,}" for n in r["shape"])
+
+
+def _continued(r: dict[str, Any], what: str) -> list[str]:
+    """What a run would find done, if there is anything to continue."""
+    where = r["store" if what == "units" else "kernel"]
+    return [f"continues {where}: {r[f'{what}_done']:,} of {r[f'{what}_total']:,} {what} done"] * bool(r["begun"])
+
+
+def build(r: dict[str, Any]) -> str:
+    state = "complete" if r["complete"] else "part done, others are missing"
+    saved = f" in {r['seconds_total']:.1f} s ({r['seconds_compile']:.1f} s compiling)" if r["units_computed"] else ""
+    return (
+        f"{r['store']}: {_rows(r)}, "
+        f"{format_size(r['bytes_stored'])} (float32 rows: {format_size(r['bytes_dense'])}), {state}\n"
+        f"{r['units_computed']} units computed, {r['units_reused']} reused of {r['units_total']}{saved}"
+        + "".join(f"\n{line}" for line in zero_leaves(r["zero_leaves"]))
+    )
+
+
+def zero_leaves(paths: Sequence[str]) -> list[str]:
+    """A line on leaves whose part of every row is zero, if there are any."""
+    if not paths:
+        return []
+    named = ", ".join(paths[:PATHS_SHOWN]) + (" and others" if len(paths) > PATHS_SHOWN else "")
+    return [f"zero for every example: {named}; if they are state or unused, leave them out with select="]
+
+
+def gram(r: dict[str, Any]) -> str:
+    state = "complete" if r["complete"] else "part done, others are missing"
+    done = ""
+    if r["items_computed"]:
+        done = (
+            f" in {r['seconds_total']:.1f} s, {r['passes']:.2f} passes over J ({format_size(r['bytes_read'])}), "
+            f"{r['flops'] / max(r['seconds_compute'], 1e-9) / 1e9:.0f} GFLOP/s with {r['engine']}"
+        )
+    return (
+        f"{r['kernel']}: {_shape(r)}, mode {r['mode']}, {state}\n"
+        f"{r['tiles_computed']} tiles computed, {r['tiles_reused']} reused of {r['tiles_total']}{done}"
+    )
+
+
+def plan_build(r: dict[str, Any]) -> str:
+    return "\n".join(
+        [
+            *_continued(r, "units"),
+            f"{_rows(r)} in {r['leaves']} leaves",
+            f"to store      {format_size(r['bytes_to_store'])} before compression (codec {r['codec']}), "
+            f"{format_size(r['bytes_free'])} free",
+            f"files         {r['files']:,} in {r['units_total']:,} units of {r['unit_size']:,} examples",
+            f"device pass   {r['batches']:,} batches of {r['batch_size']} examples x {r['output_batch']} outputs, "
+            f"{format_size(r['device_pass_bytes'])}",
+            f"memory        {format_size(r['memory'])}",
+            f"expected      {r['expected_seconds_device']:.3g} s device, {r['expected_seconds_write']:.3g} s writing "
+            f"at 500 MB/s, {r['expected_seconds_compile']:.3g} s compiling; they overlap",
+            *_leaf_lines(r["terms"]),
+            f"against it    a kernel without a store computes J {r['recompute_passes']:.1f} times in this memory: "
+            f"{r['expected_seconds_recompute']:.3g} s against {r['expected_seconds_store']:.3g} s: {_verdict(r)}",
+        ]
+    )
+
+
+def _verdict(r: dict[str, Any]) -> str:
+    """Whether storing pays for one kernel, and what to do instead where it does not."""
+    if r["storing_pays"]:
+        return "storing pays"
+    if r["recompute_passes"] > 1:
+        # What is kept in RAM would go to a temporary folder, which is storing again.
+        return "storing does not pay for one kernel, and RAM does not hold J: give more --memory (memory=)"
+    return (
+        "storing does not pay for one kernel alone: keep J in RAM with jacstore.build(problem, None), or call "
+        "jacstore.ntk; a store serves every later kernel, and other processes"
+    )
+
+
+def plan_gram(r: dict[str, Any]) -> str:
+    return "\n".join(
+        [
+            *_continued(r, "tiles"),
+            f"{_shape(r)}, mode {r['mode']}, {r['precision']} products with {r['engine']}",
+            f"schedule      {r['schedule']}: {r['passes']:.2f} passes over J, {format_size(r['bytes_read'])} read",
+            f"to store      {format_size(r['bytes_to_store'])} in {r['files']:,} files, "
+            f"{format_size(r['bytes_free'])} free",
+            f"memory        {format_size(r['memory'])}",
+            f"work          {r['flops']:.3g} flop in {r['items_total']:,} items, {r['tiles_total']:,} tiles of "
+            f"{r['tile']:,} examples, slabs of {r['slab_columns']:,} columns",
+            f"expected      {r['expected_seconds']:.3g} s at {r['expected_flops_per_second'] / 1e9:.0f} GFLOP/s; "
+            f"a kill loses at most about {r['expected_seconds_lost_by_a_kill']:.3g} s",
+        ]
+    )
+
+
+def verify(r: dict[str, Any]) -> str:
+    def number(value: float | None) -> str:
+        return "" if value is None else f"{value:.3g}"
+
+    width = max(len(check["name"]) for check in r["checks"])
+    lines = [f"{'check':{width}}  {'':7}  {'figure':>10}  {'bound':>10}"]
+    for check in r["checks"]:
+        figure, bound = number(check["figure"]), number(check["bound"])
+        lines.append(
+            f"{check['name']:{width}}  {check['state']:7}  {figure:>10}  {bound:>10}  {check['where']}".rstrip()
+        )
+    count = {state: sum(check["state"] == state for check in r["checks"]) for state in ("ok", "failed", "skipped")}
+    counts = ", ".join(f"{n} {state}" for state, n in count.items() if n)
+    lines.append(f"{r['path']}: {r['kind']}, {counts} in {r['seconds_total']:.1f} s")
+    if count["skipped"]:
+        left_out = [check["name"] for check in r["checks"] if check["state"] == "skipped"]
+        lines.append(f"not checked: {', '.join(left_out)}")
+    if r["to_recompute"]:
+        again = "build" if r["kind"] == "store" else "gram"
+        shown = ", ".join(r["to_recompute"][:5]) + (", …" if len(r["to_recompute"]) > 5 else "")
+        lines.append(f"running the same {again} again recomputes {shown}")
+    return "\n".join(lines)
+
+
+def first_failure(r: dict[str, Any]) -> str:
+    failed = [check for check in r["checks"] if check["state"] == "failed"]
+    return f"{r['path']}: {failed[0]['name']} failed: {failed[0]['where']}" if failed else ""
+
+
+def _leaf_lines(table: list[dict[str, Any]]) -> list[str]:
+    """For each leaf its terms, why these, and what is stored for an example instead of its rows."""
+    width = max(len(leaf["path"]) for leaf in table)
+    return [
+        "leaves: terms, numbers stored per example, of those that rows would take",
+        *(
+            f"  {leaf['path']:{width}}  {'x'.join(map(str, leaf['shape'])):>16}  {'+'.join(leaf['terms']):10} "
+            f"{leaf['numbers']:>12,} of {leaf['numbers_dense']:>12,}  {leaf['why']}"
+            for leaf in table
+        ),
+    ]
+
+
+def _error_line(n: dict[str, Any]) -> str:
+    """Errors of kernel entries relative to sqrt(G_ii G_jj), of storage or of the whole kernel."""
+    if "expected_error" not in n:
+        return "errors unknown"
+    measured = "" if n["measured_error"] is None else f"{n['measured_error']:.1e} on the diagonal, "
+    return (
+        f"error of kernel entries: {measured}{n['expected_error']:.1e} expected at most, "
+        f"{n['worst_case']:.1e} in the worst case; {n.get('device', 'rows from outside')}"
+    )
+
+
+def damaged_records(r: dict[str, Any]) -> str:
+    of_store = "store" in r
+    damaged = r["units_damaged" if of_store else "groups_damaged"]
+    if not damaged:
+        return ""
+    what, path, command = ("unit", r["store"], "build") if of_store else ("group of tiles", r["kernel"], "gram")
+    numbers = ", ".join(map(str, damaged[:5])) + (" and others" if len(damaged) > 5 else "")
+    return f"{path}: the record of {what} {numbers} is damaged; run the same {command} again to recompute it"
+
+
+def info(r: dict[str, Any]) -> str:
+    if "store" in r:
+        lines = [
+            f"{r['store']}: store, {_rows(r)}",
+            f"{r['dtype']}, codecs {', '.join(r['codecs'])}, {format_size(r['bytes_stored'])} "
+            f"(float32 rows: {format_size(r['bytes_dense'])})",
+            f"{'complete' if r['complete'] else 'incomplete'}: {r['units_done']} of {r['units_total']} units",
+            f"zero rows: {r['zero_rows']}, examples with NaN or infinity: {len(r['nonfinite_examples'])}",
+            *zero_leaves(r["zero_leaves"]),
+            _error_line(r["numerics"]),
+            *_leaf_lines(r["leaves"]),
+        ]
+        if r["left_out"]:
+            lines += ["left out:", *(f"  {path}  {why}" for path, why in r["left_out"])]
+        return "\n".join(lines)
+    return "\n".join(
+        [
+            f"{r['kernel']}: kernel, mode {r['mode']}, {_shape(r)}, {r['dtype']}",
+            f"{r['precision']} products with {r['engine']}, {r['schedule']}, {format_size(r['bytes_stored'])}",
+            f"{'complete' if r['complete'] else 'incomplete'}: {r['tiles_done']} of {r['tiles_total']} tiles",
+            _error_line(r["numerics"]) + (", exact norms on the diagonal" if r["exact_diagonal"] else ""),
+            f"from {', '.join(r['stores'])}",
+            *(f"kept beside it: {_kept(kept)}" for kept in r["kept"]),
+        ]
+    )
+
+
+def clean(r: dict[str, Any]) -> str:
+    if not r["removed"]:
+        return f"{r['kernel']}: nothing is kept beside it"
+    return "\n".join(f"{r['kernel']}: removed {_kept(kept)}" for kept in r["removed"])
+
+
+def _kept(kept: dict[str, Any]) -> str:
+    what = {"cholesky": "Cholesky factor", "eigh": "eigendecomposition"}[kept["method"]]
+    alpha = "" if kept["alpha"] is None else f", alpha {kept['alpha']:.4g}"
+    state = "" if kept["usable"] else ", not of the present bytes of the kernel"
+    return f"{what}{alpha}, {format_size(kept['bytes'])}{state}"
+
+
+def predict(r: dict[str, Any]) -> str:
+    chosen = f" (best of {len(r['alphas'])} by leave-one-out)" if len(r["alphas"]) > 1 else ""
+    accuracy = "" if r["loo_accuracy"] is None else f", accuracy {r['loo_accuracy']:.1%}"
+    return (
+        f"{r['predictions']}: {r['predicted']:,} x {r['columns']} predictions from {r['examples']:,} examples, "
+        f"alpha {r['alpha']:.4g}{chosen}\n"
+        f"leave-one-out: mean squared error {r['loo_error']:.4g}{accuracy}"
+    )
+
+
+def sample(r: dict[str, Any]) -> str:
+    return (
+        f"{r['file']}: {r['samples']:,} samples of {r['parameters']:,} parameters, {r['passes']:.2f} passes over J "
+        f"in {r['seconds_total']:.1f} s"
+    )
+
+
+def spectrum(r: dict[str, Any]) -> str:
+    return "\n".join(
+        [
+            f"{r['kernel']}: {r['rows']:,} rows, trace {r['trace']:.6g}",
+            *(f"eigenvalue {n:>5}  {value:.6g}" for n, value in enumerate(r["eigenvalues"], start=1)),
+            f"smallest          {r['smallest']:.6g}",
+            *(
+                f"effective dimension {one['dimension']:.6g} at alpha {one['alpha']:.4g}"
+                for one in r["effective_dimension"]
+            ),
+        ]
+    )

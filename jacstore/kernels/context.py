@@ -1,0 +1,83 @@
+"""In: stores, a kernel and what may be used. Out: what an item needs wherever it runs, its engine among it."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from jacstore.kernels.diagonal import Diagonal
+from jacstore.kernels.engines.blas import BlasEngine, Engine
+from jacstore.kernels.kernel import Kernel
+from jacstore.store.reader import JacobianStore
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What an item needs, small enough to send to another process: stores and kernel travel as their paths."""
+
+    rows: JacobianStore
+    cols: JacobianStore | None
+    kernel: Kernel
+    threads: int | None
+    device_memory: int | None
+    # What stays in memory from item to item of this process: engine, diagonal, factors.
+    kept: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    # Accumulators of finished tiles, to be used again.
+    spare: list[Any] = field(default_factory=list, compare=False, repr=False)
+    # Held by the item of this process that computes.
+    turn: Any = field(default_factory=threading.Lock, compare=False, repr=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(
+            Work,
+            rows=self.rows,
+            cols=self.cols,
+            kernel=self.kernel,
+            threads=self.threads,
+            device_memory=self.device_memory,
+        ), ()
+
+    def engine(self) -> Engine:
+        """An engine for one item; that of BLAS keeps its threads and buffers from item to item."""
+        if "engine" in self.kept:
+            kept: Engine = self.kept["engine"]
+            return kept
+        resolved = self.kernel.resolved
+        stored = common_dtype(self.rows, self.cols)
+        made = make_engine(resolved["engine"], resolved["precision"], stored, self.device_memory, self.threads)
+        # That of a device counts the memory that the accumulators of its item leave.
+        return self.kept.setdefault("engine", made) if made.name == "blas" else made
+
+    @property
+    def diagonal(self) -> Diagonal | None:
+        """What the diagonal of a symmetric kernel should be."""
+        if not self.kernel.plan.symmetric:
+            return None
+        if "diagonal" not in self.kept:
+            self.kept["diagonal"] = Diagonal(self.rows, self.kernel)
+        found: Diagonal = self.kept["diagonal"]
+        return found
+
+    def item_threads(self) -> int | None:
+        """Threads of BLAS while an item is computed, or some of its tiles once more.
+
+        Tiles from factors in memory are cut into a block a core; setting the number of threads for each takes its time.
+        """
+        return 1 if self.kernel.plan.resident else self.threads
+
+
+def common_dtype(rows: JacobianStore, cols: JacobianStore | None) -> str:
+    """The stored type of both sides, float32 where they differ: slabs of one group have one type."""
+    return rows.dtype if cols is None or cols.dtype == rows.dtype else "float32"
+
+
+def make_engine(
+    name: str, precision: str, stored: str, device_memory: int | None, threads: int | None = None
+) -> Engine:
+    if name == "blas":
+        return BlasEngine(precision, threads)
+    from jacstore.kernels.engines.xla import XlaEngine
+
+    return XlaEngine(precision, stored, device_memory)

@@ -1,0 +1,590 @@
+"""In: stores and a plan. Out: a kernel, tile by tile; items run on Dask, each reading slabs while it multiplies others.
+
+An item owns the accumulators of a group of tiles over a range of columns, and leaves its result on disk. Nothing here
+knows the user's model: a kernel needs only what is stored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jacstore.base import machine
+from jacstore.base.events import Listener, Started, silent
+from jacstore.base.limits import PRECISIONS
+from jacstore.base.machine import format_size, parse_size
+from jacstore.base.precision import entry_error
+from jacstore.errors import DamagedDataError, InvalidRequestError, LockedError
+from jacstore.kernels.context import Work, common_dtype, make_engine
+from jacstore.kernels.executors import cluster_at, connect, on_cluster, on_threads
+from jacstore.kernels.finish import finish_group
+from jacstore.kernels.kernel import LEAVES, WHOLE, Kernel, expected_bytes, layouts
+from jacstore.kernels.lazy import as_store, check_mode, default_precision, made_alike, refuse_unlike
+from jacstore.kernels.metadata import check_plan_for
+from jacstore.kernels.plan.plan import GramPlan, block_shape
+from jacstore.kernels.plan.schedule import plan_gram
+from jacstore.kernels.plan.steps import plan_steps
+from jacstore.kernels.repair import repair_tiles
+from jacstore.kernels.resume import damaged_tiles, finished_groups, group_lock, items_done, sweep_items, tiles_done
+from jacstore.storage import zarr_group
+from jacstore.storage.checkpoints import CHECKPOINT_SHARE, CHECKPOINT_SPEED
+from jacstore.storage.files import Files, Folder
+from jacstore.storage.kept_arrays import FACTORS
+from jacstore.storage.ledger import Lock, compare_requested
+from jacstore.store.reader import JacobianStore, open_store, operand_array
+
+KERNEL_DTYPES = ("float64", "float32")
+ENGINES = ("auto", "blas", "xla")
+KNOWN = (WHOLE, LEAVES, FACTORS, "partials", "checkpoints")
+
+
+def open_path(path: str | Path) -> JacobianStore | Kernel:
+    """Open a store or a kernel on disk for reading."""
+    kind = zarr_group.read_attributes(Folder(path), str(path))["kind"]
+    return open_store(str(path)) if kind == "store" else Kernel(Folder(path), str(path))
+
+
+def gram(
+    store: JacobianStore | str | Path,
+    other: JacobianStore | str | Path | None = None,
+    out: str | Path | None = None,
+    *,
+    memory: int | str | None = None,
+    device_memory: int | str | None = None,
+    mode: str = "full",
+    dtype: str = "float64",
+    precision: str | None = None,
+    engine: str = "auto",
+    tile: int | None = None,
+    by_leaf: bool = False,
+    triangle: bool = False,
+    exact_diagonal: bool = False,
+    part: tuple[int, int] | str | None = None,
+    scheduler: str = "threads",
+    workers: int | None = None,
+    overwrite: bool = False,
+    listener: Listener = silent,
+    stop: Callable[[], bool] | None = None,
+) -> Kernel:
+    """Assemble the kernel of a store, or between two stores; a rerun computes only what is missing.
+
+    Parameters
+    ----------
+    store, other
+        Stores or their paths. With `other` the kernel is rectangular: rows of `store`, columns of `other`. A path in
+        the place of `other` whose `out` is missing is taken as `out`.
+    out
+        Folder of the kernel; None or "memory://" for RAM.
+    memory
+        Bytes to allocate on the host, all workers together, such as "8GB"; half of what is available if not given.
+    device_memory
+        Bytes of accumulators that may stay on the accelerator; three quarters of its memory if not given.
+    mode
+        full `(N*K, M*K)`, trace `(N, M)` (the sum over outputs), diagonal `(K, N, M)` or blocks `(N, K, K)`.
+    dtype
+        Type of the stored kernel, float64 or float32.
+    precision
+        Type of the products: float64, float32, or fast (16-bit or TF32); sums are float64. Default float64 for float64
+        stores, else float32.
+    engine
+        blas, xla, or auto: xla where there is an accelerator or precision is fast, else blas.
+    tile
+        Edge of a kernel tile in examples (in mode full a tile has K times as many rows).
+    by_leaf
+        Keep one kernel for each parameter leaf; they add up to the kernel.
+    triangle
+        Store only tiles on and above the diagonal.
+    exact_diagonal
+        Replace the diagonal by squared norms taken before rows were rounded. The kernel is then not J Jᵀ of the stored
+        J, which `Kernel.exact_diagonal` says.
+    part
+        `(I, N)` or "I/N": only the I-th of N parts of the items, counted from 1; whoever finishes last adds them up.
+    scheduler
+        threads (here), processes (a local cluster) or the address of a Dask scheduler.
+    workers
+        Processes to share the work.
+
+    Returns
+    -------
+    Kernel
+        With `.report`: the keys of `jacstore gram --json`.
+    """
+    started = time.perf_counter()
+    if other is not None and out is None and not isinstance(other, JacobianStore):
+        other, out = None, other
+    job = _Job(
+        store,
+        other,
+        out,
+        memory=memory,
+        device_memory=device_memory,
+        mode=mode,
+        dtype=dtype,
+        precision=precision,
+        engine=engine,
+        tile=tile,
+        by_leaf=by_leaf,
+        triangle=triangle,
+        exact_diagonal=exact_diagonal,
+        part=part,
+        scheduler=scheduler,
+        workers=workers,
+    )
+    kernel = job.create(overwrite, listener)
+    return job.run(kernel, started, listener, stop or (lambda: False))
+
+
+def plan_for(
+    store: JacobianStore | str | Path, other: Any = None, out: Any = None, *, overwrite: bool = False, **options: Any
+) -> dict[str, Any]:
+    """What `gram` would do, with timed products and reads; writes nothing. Options are those of `gram`.
+
+    Raises
+    ------
+    InvalidRequestError
+        As `gram` would, where a kernel of another request or a folder of others is at `out`.
+    """
+    return _Job(store, other, out, **options).describe(overwrite)
+
+
+def _accelerator_is_likely() -> bool:
+    """Whether a JAX plug-in for a device is installed; JAX itself is not imported to find out."""
+    plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin", "jax_rocm60_plugin", "jax_rocm7_plugin", "libtpu")
+    asked = os.environ.get("JAX_PLATFORMS", "")
+    return asked not in ("cpu",) and (bool(asked) or any(importlib.util.find_spec(p) is not None for p in plugins))
+
+
+class _Job:
+    """One gram: its stores, its checked options and what is decided for it."""
+
+    def __init__(
+        self,
+        store: JacobianStore | str | Path,
+        other: JacobianStore | str | Path | None,
+        out: str | Path | None,
+        *,
+        memory: int | str | None = None,
+        device_memory: int | str | None = None,
+        mode: str = "full",
+        dtype: str = "float64",
+        precision: str | None = None,
+        engine: str = "auto",
+        tile: int | None = None,
+        by_leaf: bool = False,
+        triangle: bool = False,
+        exact_diagonal: bool = False,
+        part: tuple[int, int] | str | None = None,
+        scheduler: str = "threads",
+        workers: int | None = None,
+    ) -> None:
+        self.rows = as_store(store)
+        self.cols = None if other is None else as_store(other)
+        check_mode(mode, self.cols)
+        self.out = "memory://" if out is None else str(out)
+        self.memory = machine.default_memory(memory)
+        self.device_memory = parse_size(device_memory, "--device-memory")
+        for name, given, allowed in (
+            ("dtype", dtype, KERNEL_DTYPES),
+            ("precision", precision or "float32", PRECISIONS),
+            ("engine", engine, ENGINES),
+        ):
+            if given not in allowed:
+                raise InvalidRequestError(f"--{name} {given}: allowed are {', '.join(allowed)} ({name}=)")
+        tile, workers = zarr_group.parse_count(tile, "--tile"), zarr_group.parse_count(workers, "--workers")
+        if scheduler not in ("threads", "processes") and "://" not in scheduler:
+            raise InvalidRequestError(
+                f"--scheduler {scheduler}: allowed are threads, processes or an address (scheduler=)"
+            )
+        if scheduler == "threads" and (workers or 1) > 1:
+            raise InvalidRequestError(
+                "--workers: threads run one item at a time on all cores; use --scheduler processes (scheduler=)"
+            )
+        in_ram = [s.path for s in (self.rows, self.cols) if s is not None and not isinstance(s.files, Folder)]
+        if in_ram and scheduler != "threads":
+            raise InvalidRequestError(
+                f"--scheduler {scheduler}: a store in RAM cannot go to other processes; use --scheduler threads "
+                "(scheduler=) or build the store on disk (--out, out=)"
+            )
+        self.part = zarr_group.parse_part(part)
+        self.rows.require_complete()
+        if self.cols is not None:
+            self.cols.require_complete()
+            refuse_unlike(self.rows, self.cols)
+            if self.cols.identity() == self.rows.identity():
+                # A store with itself is symmetric: half the work.
+                self.cols = None
+        if exact_diagonal and self.cols is not None:
+            raise InvalidRequestError(
+                "--exact-diagonal: a kernel between two stores has no diagonal; leave it out (exact_diagonal=)"
+            )
+        if triangle and self.cols is not None:
+            raise InvalidRequestError(
+                "--triangle: a kernel between two stores has no mirrored half; leave it out (triangle=)"
+            )
+        if triangle and mode == "blocks":
+            raise InvalidRequestError(
+                "--triangle: mode blocks holds nothing off the diagonal; leave it out (triangle=)"
+            )
+        self.precision = precision or default_precision(self.rows, self.cols)
+        self.engine_name = self._choose_engine(engine)
+        self.scheduler, self.workers, self.tile, self.by_leaf = scheduler, workers, tile, by_leaf
+        self.requested = {
+            "store": self.rows.identity(),
+            "other": None if self.cols is None else self.cols.identity(),
+            "mode": mode,
+            "dtype": dtype,
+            "precision": self.precision,
+            "engine": engine,
+            "tile": tile,
+            "by_leaf": by_leaf,
+            "triangle": triangle,
+            "exact_diagonal": exact_diagonal,
+            "parts": self.part[1],
+        }
+        self.mode, self.dtype, self.triangle = mode, dtype, triangle
+
+    def _choose_engine(self, asked: str) -> str:
+        if asked == "auto":
+            return "xla" if self.precision == "fast" or _accelerator_is_likely() else "blas"
+        if asked == "blas" and self.precision == "fast":
+            raise InvalidRequestError(
+                "--precision fast: BLAS has no 16-bit products; use --engine xla (engine=) or float32 (precision=)"
+            )
+        return asked
+
+    @property
+    def share(self) -> int:
+        """Workers that share the work of one part."""
+        return self.workers or (machine.cores() if self.scheduler == "processes" else 1)
+
+    def plan(self) -> GramPlan:
+        """The plan for this machine's memory; parts each have a machine of their own."""
+        if self.scheduler not in ("threads", "processes") and self.workers is None:
+            with connect(self.scheduler) as client:
+                self.workers = max(1, len(client.scheduler_info()["workers"]))
+        engine = make_engine(self.engine_name, self.precision, common_dtype(self.rows, self.cols), self.device_memory)
+        memory = self.memory - self._memory_held()
+        parts = self.part[1]
+        # Leaves that the two stores hold by different terms can only be compared as rows.
+        alike = self.cols is None or made_alike(self.rows, self.cols)
+        stores = [s for s in (self.rows, self.cols) if s is not None]
+        steps = (
+            plan_steps(
+                self.rows.leaves,
+                self.rows.operands,
+                self.rows.n_outputs,
+                max(s.n_examples for s in stores),
+                self.mode,
+            )
+            if alike
+            else ()
+        )
+        starts = [leaf.dense.start if leaf.dense else 0 for leaf in self.rows.leaves]
+        if not alike:
+            starts = [leaf.offset for leaf in self.rows.leaves]
+        return plan_gram(
+            mode=self.mode,
+            rows=self.rows.side,
+            cols=None if self.cols is None else self.cols.side,
+            n_outputs=self.rows.n_outputs,
+            n_columns=self.rows.n_columns if alike else self.rows.n_parameters,
+            # 16-bit slabs may stand beside factors that are held in more digits.
+            product_itemsize=max(engine.slab_dtype.itemsize, engine.factor_dtype.itemsize if steps else 0),
+            memory=max(1, memory) * parts,
+            workers=self.share * parts,
+            tile=self.tile,
+            leaf_borders=starts if self.by_leaf else None,
+            steps=steps,
+            factor_bytes=(self.rows.factor_bytes, (self.cols or self.rows).factor_bytes),
+            engine_copies=(engine.slab_copies, engine.tile_copies),
+        )
+
+    def _memory_held(self) -> int:
+        """Bytes of the budget that stores in RAM hold and a kernel in RAM will take."""
+        held = sum(s.files.bytes_held for s in (self.rows, self.cols) if s is not None)
+        if self.out != "memory://":
+            return held
+        shape = block_shape(self.mode, self.rows.n_examples, (self.cols or self.rows).n_examples, self.rows.n_outputs)
+        return held + int(np.prod(shape)) * np.dtype(self.dtype).itemsize
+
+    def create(self, overwrite: bool, listener: Listener) -> Kernel:
+        """The kernel to work on: a new one, or the one that was begun with the same request."""
+        files = zarr_group.place(self.out, 2**62 if self.out == "memory://" else self.memory)
+        if not isinstance(files, Folder) and self.scheduler != "threads":
+            raise InvalidRequestError("a kernel in RAM needs --scheduler threads (scheduler=); or give --out (out=)")
+        with zarr_group.creating(files, self.out, KNOWN, overwrite, listener):
+            if files.size(zarr_group.ROOT) is None:
+                self._create(files)
+            kernel = self._opened(files)
+        allowed = self.memory * self.part[1]
+        if kernel.plan.memory_bytes > max(allowed, 1) and not kernel.complete:
+            raise InvalidRequestError(
+                f"--memory {self.memory:,}: {self.out} was begun with a plan that takes "
+                f"{kernel.plan.memory_bytes:,} bytes; give at least that (memory=) or start over with --overwrite"
+            )
+        return kernel
+
+    def _opened(self, files: Files) -> Kernel:
+        """The kernel that was begun, if it is the one that is asked for; tiles that nobody asks for are its own."""
+        kernel = Kernel(files, self.out)
+        tile = kernel.requested.get("tile") if self.tile is None else self.tile
+        compare_requested(self.out, kernel.requested, self.requested | {"tile": tile})
+        require_plan_of(kernel, self.rows, self.cols)
+        return kernel
+
+    def _refuse_overflow(self) -> None:
+        """Refuse rows whose products are beyond the largest float32, where they are computed or kept as such."""
+        if self.precision == self.dtype == "float64":
+            return
+        largest = 1.0
+        for store in (self.rows, self.cols or self.rows):
+            norms = store.norms.sum((1, 2) if self.mode == "trace" else 2)
+            largest *= math.sqrt(norms[np.isfinite(norms)].max(initial=0.0))
+        if largest > float(np.finfo(np.float32).max):
+            raise InvalidRequestError(
+                f"{self.rows.path}: products of rows are up to {largest:.2g}, and float32 ends at 3.4e+38; give "
+                "--precision float64 and --dtype float64 (precision=, dtype=), or outputs in a larger unit"
+            )
+
+    def _create(self, files: Files) -> None:
+        plan = self.plan()
+        self._refuse_overflow()
+        leaves = [leaf.path for leaf in self.rows.leaves] if self.by_leaf else []
+        if isinstance(files, Folder):
+            needed = expected_bytes(plan, leaves, np.dtype(self.dtype).itemsize, self.triangle)
+            free = machine.free_disk(files.root)
+            if needed > free:
+                raise InvalidRequestError(
+                    f"{self.out}: the kernel takes {format_size(needed)}, its disk has {format_size(free)} free; "
+                    "choose another disk (--out, out=), --triangle (triangle=True) or --dtype float32 (dtype=)"
+                )
+        attributes = {
+            "kind": "kernel",
+            "stores": [_relative(s.path, self.out) for s in (self.rows, self.cols) if s is not None],
+            "fingerprint": self.requested,
+            "resolved": {
+                "plan": plan.to_dict(),
+                "engine": self.engine_name,
+                "precision": self.precision,
+                "leaves": leaves,
+                "numerics": self._numerics(),
+            },
+            "versions": zarr_group.versions(),
+        }
+        zarr_group.create(files, layouts(plan, leaves, self.dtype), attributes, groups=[LEAVES] if leaves else [])
+
+    def _numerics(self) -> dict[str, Any]:
+        """What decides the digits of the kernel, and errors of its entries relative to sqrt(G_ii G_jj)."""
+        engine = make_engine(self.engine_name, self.precision, common_dtype(self.rows, self.cols), self.device_memory)
+        stores = [s for s in (self.rows, self.cols) if s is not None]
+        errors = [
+            entry_error(
+                s.dtype, s.lowest, s.rounding, self.precision, self.engine_name, engine.rounded_to, s.n_parameters
+            )
+            for s in stores
+        ]
+        return {
+            "storage": self.dtype,
+            "products": self.precision,
+            "rounded_to": engine.rounded_to,
+            "sums": "float64",
+            "device": engine.device,
+            "expected_error": max(expected for expected, _ in errors),
+            "worst_case": max(worst for _, worst in errors),
+        }
+
+    def run(self, kernel: Kernel, started: float, listener: Listener, stop: Callable[[], bool]) -> Kernel:
+        """Run the missing items of this part, then finish groups whose items are all there."""
+        plan = kernel.plan
+        items = plan.items
+        number, parts = self.part
+        mine = range((number - 1) * len(items) // parts, number * len(items) // parts)
+        lock = (
+            Lock(kernel.files, mine.start, mine.stop - 1, listener, stop) if isinstance(kernel.files, Folder) else None
+        )
+        with lock or contextlib.nullcontext():
+            damaged = damaged_tiles(kernel)
+            sweep_items(kernel, mine)
+            threads = max(1, machine.cores() // self.share) if self.share > 1 else machine.limited_cores()
+            work = Work(
+                rows=self.rows, cols=self.cols, kernel=kernel, threads=threads, device_memory=self._resident_bytes()
+            )
+            done, finished = items_done(work), finished_groups(kernel)
+            todo = [n for n in mine if n not in done and items[n].group not in finished]
+            tiles_before = tiles_done(kernel) - sum(map(len, damaged.values()))
+            listener(Started(what="items", total=len(mine), done=len(mine) - len(todo)))
+            results = self._repair(work, damaged, listener, stop)
+            results += self._execute(work, todo, listener, stop)
+            results += self._finish(work, listener)
+            for folder in ("checkpoints", "partials"):
+                if isinstance(kernel.files, Folder):
+                    kernel.files.remove_folder(folder)
+        tiles_computed = tiles_done(kernel) - tiles_before
+        stored = self.rows.bytes_decoded + (0 if self.cols is None else self.cols.bytes_decoded)
+        decoded = sum(r.get("decoded_bytes", 0) for r in results)
+        kernel.report = {
+            "kernel": kernel.path,
+            "rows": kernel.shape[-2],
+            "columns": kernel.shape[-1],
+            "shape": list(kernel.shape),
+            "mode": kernel.mode,
+            "tiles_total": plan.tiles_total * len(kernel.layouts),
+            "tiles_computed": tiles_computed,
+            "tiles_reused": tiles_before,
+            "items_total": len(items),
+            "items_computed": len(todo),
+            "items_reused": len(mine) - len(todo),
+            "passes": decoded / stored,
+            "bytes_read": sum(r.get("bytes_read", 0) for r in results),
+            "flops": plan.flops * len(todo) // len(items),
+            "seconds_total": time.perf_counter() - started,
+            **{
+                key: sum(r.get(key, 0.0) for r in results)
+                for key in ("seconds_read", "seconds_compute", "seconds_write")
+            },
+            "peak_rss": max([machine.peak_rss(), *(r.get("peak_rss", 0) for r in results)]),
+            "engine": kernel.resolved["engine"],
+            "schedule": plan.schedule,
+            "expected_passes": plan.passes,
+            "complete": kernel.complete,
+        }
+        return kernel
+
+    def _repair(
+        self, work: Work, damaged: dict[int, list[tuple[int, int]]], listener: Listener, stop: Callable[[], bool]
+    ) -> list[dict[str, Any]]:
+        """Recompute damaged tiles of finished groups; another part may be doing so."""
+        kernel, results = work.kernel, []
+        for number, tiles in damaged.items():
+            group = number // len(kernel.layouts)
+            with contextlib.suppress(LockedError), group_lock(kernel, group, listener):
+                results.append(repair_tiles(work, number, tiles, listener, stop))
+        return results
+
+    def _resident_bytes(self) -> int | None:
+        """Bytes of accumulators that may stay on an accelerator."""
+        if self.engine_name != "xla":
+            return None
+        from jacstore.kernels.engines.xla import resident_bytes
+
+        return resident_bytes(self.device_memory)
+
+    def _execute(
+        self, work: Work, todo: list[int], listener: Listener, stop: Callable[[], bool]
+    ) -> list[dict[str, Any]]:
+        if not todo:
+            return []
+        if self.scheduler == "threads":
+            return on_threads(work, todo, listener, stop)
+        with cluster_at(self.scheduler, min(self.share, len(todo))) as client:
+            return on_cluster(client, work, todo, listener, stop)
+
+    def _finish(self, work: Work, listener: Listener) -> list[dict[str, Any]]:
+        """Add up partial sums of groups whose items are all done; another part may be doing so."""
+        kernel, results = work.kernel, []
+        done, finished = items_done(work), finished_groups(kernel)
+        for group in range(len(kernel.plan.groups)):
+            items = {item.number for item in kernel.plan.items if item.group == group}
+            if group in finished or not items <= done:
+                continue
+            with contextlib.suppress(LockedError), group_lock(kernel, group, listener):
+                if group not in finished_groups(kernel):
+                    results.append(finish_group(work, group))
+        return results
+
+    def describe(self, overwrite: bool) -> dict[str, Any]:
+        """The plan as numbers, with expected seconds from a timed product and a timed read."""
+        files = None if overwrite else zarr_group.begun(self.out, self.memory, KNOWN)
+        begun = None if files is None else self._opened(files)
+        plan = self.plan() if begun is None else begun.plan
+        speed, read_speed = self._measured_speeds(plan)
+        leaves = [leaf.path for leaf in self.rows.leaves] if self.by_leaf else []
+        size = expected_bytes(plan, leaves, np.dtype(self.dtype).itemsize, self.triangle)
+        accumulators = 8 * max(
+            sum(int(np.prod(plan.tile_shape(i, j))) for i, j in plan.tiles_of(group)) for group in plan.groups
+        )
+        seconds = max(plan.flops / speed, plan.bytes_expected / read_speed)
+        interval = accumulators / CHECKPOINT_SPEED / CHECKPOINT_SHARE
+        item_seconds = seconds / len(plan.items)
+        return {
+            "kernel": self.out,
+            "shape": list(block_shape(plan.mode, plan.rows.n_examples, plan.cols.n_examples, plan.n_outputs)),
+            "mode": plan.mode,
+            "schedule": plan.schedule,
+            "engine": self.engine_name,
+            "precision": self.precision,
+            "passes": plan.passes,
+            "bytes_read": plan.bytes_expected,
+            "bytes_to_store": size,
+            "bytes_free": machine.free_disk(self.out) if self.out != "memory://" else self.memory,
+            "flops": plan.flops,
+            "memory": plan.memory_bytes,
+            "items_total": len(plan.items),
+            "begun": begun is not None,
+            "tiles_done": 0 if begun is None else tiles_done(begun),
+            "tiles_total": plan.tiles_total * max(1, len(leaves)),
+            "tile": plan.tile,
+            "slab_columns": plan.slab_columns,
+            "files": plan.grid[0] * (1 if plan.mode == "blocks" else plan.grid[1]) * max(1, len(leaves)),
+            "expected_seconds": seconds,
+            "expected_flops_per_second": speed,
+            "expected_seconds_lost_by_a_kill": min(interval, item_seconds),
+        }
+
+    def _measured_speeds(self, plan: GramPlan) -> tuple[float, float]:
+        """flop/s of one tile's product and bytes/s of one read, each timed twice and the second taken."""
+        engine = make_engine(self.engine_name, self.precision, common_dtype(self.rows, self.cols), self.device_memory)
+        examples = min(plan.tile, plan.rows.n_examples, max(1, 2048 // plan.n_outputs))
+        width = min(plan.slab_columns, plan.n_columns) or 1024
+        array = "rows" if plan.n_columns else operand_array(self.rows.operands[0].name)
+        columns = min(width, self.rows.layouts[array].shape[-1])
+        stored = np.empty((examples, *self.rows.layouts[array].shape[1:-1], columns), np.float32)
+        for _ in range(2):
+            started = time.perf_counter()
+            self.rows.read(array, 0, examples, 0, columns, stored)
+            read = stored.nbytes / (time.perf_counter() - started)
+        slab = np.ones((examples, plan.n_outputs, width), engine.slab_dtype)
+        operand = engine.load(slab)
+        shape = block_shape(plan.mode, examples, examples, plan.n_outputs)
+        total = engine.zeros(shape)
+        other = engine.load(slab.copy())
+        span = slice(0, examples)
+        for _ in range(2):
+            started = time.perf_counter()
+            total = engine.add(plan.mode, total, operand, span, other, span, slice(0, width))
+            engine.fetch(total)
+            seconds = time.perf_counter() - started
+        depth = width * (plan.n_outputs if plan.mode == "trace" else 1)
+        return 2 * int(np.prod(shape)) * depth / seconds, read
+
+
+def require_plan_of(kernel: Kernel, rows: JacobianStore, cols: JacobianStore | None) -> None:
+    """Refuse a kernel that was planned for other stores, whatever its request says.
+
+    Raises
+    ------
+    DamagedDataError
+        Saying what does not agree.
+    """
+    side = None if cols is None else cols.side
+    try:
+        check_plan_for(kernel.plan, rows.side, side, rows.n_outputs, rows.leaves, rows.n_columns)
+        if kernel.leaves not in ([], [leaf.path for leaf in rows.leaves]):
+            raise DamagedDataError("its leaves must be those of the stores")
+    except DamagedDataError as error:
+        raise DamagedDataError(f"{kernel.path}: its attributes are damaged: {error}") from error
+
+
+def _relative(store: str, kernel: str) -> str:
+    """A store's path relative to its kernel, so that both can be moved together."""
+    if "memory://" in (store, kernel):
+        return store
+    return os.path.relpath(os.path.abspath(store), os.path.abspath(kernel))

@@ -1,0 +1,159 @@
+"""In: leaves and their operands. Out: the steps in which factored leaves are contracted, and how each leaf is.
+
+A step is a set of leaves that share factors, so that each factor is read once. A leaf is contracted implicitly, by
+products of all pairs of positions, or its rows are formed a few channels at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from jacstore.kernels.plan.plan import Step
+from jacstore.terms.kinds import Conv, Dense, Index, Leaf, Operand
+from jacstore.terms.row_products import by_patches, own_rows_are_smaller, product_numbers
+
+# Adding and multiplying numbers one by one costs about this many multiplications of a matrix product.
+ELEMENTWISE = 12
+
+
+def plan_steps(
+    leaves: Sequence[Leaf], operands: Sequence[Operand], n_outputs: int, n_examples: int, mode: str
+) -> tuple[Step, ...]:
+    """Steps over the factored leaves, in the order of their first leaves."""
+    by_name = {operand.name: operand for operand in operands}
+    steps = []
+    for members, names in sharing(leaves):
+        costs = {n: _costs(leaves[n], by_name, n_outputs, mode) for n in members}
+        costs |= {n: (flops, *costs[n][1:]) for n, flops in _joined_costs(leaves, members, by_name).items()}
+        expanded = tuple(n for n in members if expanding_pays(costs[n], n_examples))
+        rows_flops = {n: costs[n][1] for n in expanded}
+        positions = max(
+            (
+                _positions(leaves[n], by_name, n_outputs, mode)
+                for n in members
+                if n not in expanded and not _simple(leaves[n], by_name)
+            ),
+            default=1,
+        )
+        steps.append(
+            Step(
+                leaves=members,
+                expanded=expanded,
+                numbers=sum(by_name[name].numbers(n_outputs) for name in names),
+                channel_columns=max((channel_columns(leaves[n], by_name) for n in expanded), default=0),
+                patch_numbers=max((_patch_numbers(leaves[n], by_name) for n in expanded), default=0),
+                positions=positions,
+                flops_pair=sum(rows_flops.get(n, costs[n][0]) for n in members),
+                flops_example=sum(costs[n][2] for n in expanded),
+            )
+        )
+    return tuple(steps)
+
+
+def _joined_costs(leaves: Sequence[Leaf], members: Sequence[int], operands: dict[str, Operand]) -> dict[int, int]:
+    """Operations for a pair of examples of leaves whose inputs are multiplied beside those of an earlier leaf.
+
+    Such as a bias: its layer's product of cotangents is formed once, and its inputs are one more column, of ones.
+    """
+    seen, found = set(), {}
+    for n in members:
+        if not _simple(leaves[n], operands):
+            continue
+        *inputs, cotangents = leaves[n].operands
+        if cotangents in seen:
+            found[n] = 2 * (operands[inputs[0]].shape[-1] if inputs else 1)
+        seen.add(cotangents)
+    return found
+
+
+def expanding_pays(costs: tuple[int, int, int], n_examples: int) -> bool:
+    """Whether forming a leaf's rows takes fewer operations than products of all pairs of positions."""
+    implicit, expanded, example = costs
+    return expanded + 2 * example / n_examples < implicit
+
+
+def sharing(leaves: Sequence[Leaf]) -> list[tuple[tuple[int, ...], tuple[str, ...]]]:
+    """Sets of factored leaves that share operands, in the order of their first leaves, with the operands' names."""
+    sets: list[tuple[list[int], set[str]]] = []
+    for index, leaf in enumerate(leaves):
+        if leaf.dense or not leaf.size:
+            continue
+        members, names = [index], set(leaf.operands)
+        for other in [s for s in sets if s[1] & names]:
+            sets.remove(other)
+            members, names = other[0] + members, other[1] | names
+        sets.append((members, names))
+    return [(tuple(sorted(m)), tuple(sorted(names))) for m, names in sorted(sets, key=lambda entry: min(entry[0]))]
+
+
+def channel_columns(leaf: Leaf, operands: dict[str, Operand]) -> int:
+    """Columns of a leaf's rows that one channel of its cotangents makes."""
+    return leaf.size // _cotangents(leaf, operands)[2]
+
+
+def _cotangents(leaf: Leaf, operands: dict[str, Operand]) -> tuple[int, ...]:
+    term = leaf.terms[0]
+    assert not isinstance(term, Dense)
+    return operands[term.cotangents].shape
+
+
+def _patch_numbers(leaf: Leaf, operands: dict[str, Operand]) -> int:
+    """Numbers of the patches that a leaf's convolutions cut the images of an example into."""
+    terms = [term for term in leaf.terms if isinstance(term, Conv)]
+    positions = sum(operands[term.cotangents].shape[1] for term in terms)
+    return positions * leaf.size // _cotangents(leaf, operands)[2]
+
+
+def _positions(leaf: Leaf, operands: dict[str, Operand], n_outputs: int, mode: str) -> int:
+    """The most positions, or pixels, that products of this leaf run over; for patches and rows what takes as much."""
+    shapes = {name: operands[name].shape[-2] for name in leaf.operands if operands[name].role == "cotangents"}
+    if mode == "blocks" and own_rows_are_smaller(leaf, shapes, n_outputs):
+        return math.isqrt(3 * leaf.size // n_outputs) + 1
+    most = 1
+    for term in leaf.terms:
+        assert not isinstance(term, Dense)
+        most = max(most, operands[term.cotangents].shape[1])
+        if isinstance(term, Conv):
+            most = max(most, math.isqrt(product_numbers(term, operands[term.inputs].shape)) + 1)
+    return most
+
+
+def _simple(leaf: Leaf, operands: dict[str, Operand]) -> bool:
+    """Whether a product of two rows is one product of inputs times one of cotangents."""
+    return len(leaf.terms) == 1 and leaf.terms[0].kind == "dot" and _cotangents(leaf, operands)[:2] == (1, 1)
+
+
+def _costs(leaf: Leaf, operands: dict[str, Operand], n_outputs: int, mode: str) -> tuple[int, int, int]:
+    """Multiplications and additions: implicit for a pair of examples, expanded for a pair, expanding for an example."""
+    outputs = n_outputs * n_outputs if mode in ("full", "blocks") else n_outputs
+    implicit = example = 0
+    expandable = True
+    for p in leaf.terms:
+        assert not isinstance(p, Dense)
+        groups, t, width = operands[p.cotangents].shape
+        example += 2 * t * leaf.size * n_outputs
+        for q in leaf.terms:
+            assert not isinstance(q, Dense)
+            s = operands[q.cotangents].shape[1]
+            implicit += 2 * groups * t * s * width * outputs + ELEMENTWISE * groups * t * s * outputs
+            if isinstance(p, Conv) and isinstance(q, Conv):
+                *space, channels = operands[p.inputs].shape
+                window = math.prod(p.window)
+                if by_patches(p, operands[p.inputs].shape):
+                    implicit += 2 * t * s * window * channels
+                else:
+                    implicit += 2 * math.prod(space) ** 2 * channels + ELEMENTWISE * p.groups * t * s * window
+                expandable &= p.groups == 1
+            elif isinstance(p, Index) or isinstance(q, Index):
+                implicit += ELEMENTWISE * t * s
+                expandable = False
+            elif p.operands[:-1] and q.operands[:-1]:
+                implicit += 2 * groups * t * s * operands[p.operands[0]].shape[-1]
+            else:
+                # A sum over positions is formed before anything is multiplied.
+                implicit -= 2 * groups * (t * s - 1) * width * outputs
+                implicit -= ELEMENTWISE * groups * (t * s - 1) * outputs
+    if mode == "blocks" or _simple(leaf, operands) or not expandable:
+        return implicit, 2**62, example
+    return implicit, 2 * leaf.size * outputs, example

@@ -1,0 +1,99 @@
+"""In: a kernel that was begun. Out: which items, groups and tiles are done and which damaged; remains are removed."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+
+from jacstore.base.events import Listener, silent
+from jacstore.errors import DamagedDataError, LockedError
+from jacstore.kernels.context import Work
+from jacstore.kernels.finish import partial_name
+from jacstore.kernels.item import leaves_of
+from jacstore.kernels.kernel import Kernel
+from jacstore.storage.checkpoints import Checkpoints
+from jacstore.storage.files import Folder
+from jacstore.storage.ledger import Lock, record_name, sweep
+
+# Locks on the final sums of groups, numbered apart from items.
+FINISH = 1_000_000
+
+
+def sweep_items(kernel: Kernel, mine: range) -> None:
+    """Remove what dead attempts at these items left: temporary records, and files that finished work needs no more."""
+    plan, ledger = kernel.plan, kernel.ledger
+    sweep(kernel.files, ["item", "checkpoint-0", "checkpoint-1"], mine)
+    groups = {plan.items[number].group for number in mine}
+    arrays = len(kernel.layouts)
+    sweep(kernel.files, ["tiles"], [group * arrays + leaf for group in groups for leaf in range(arrays)])
+    done, finished = set(ledger.done("item")), finished_groups(kernel)
+    for number in mine:
+        group = plan.items[number].group
+        if number in done or group in finished:
+            Checkpoints(kernel, number, []).clear()
+        if group in finished:
+            kernel.files.remove(partial_name(number))
+            if kernel.files.size(Lock.name(FINISH + group, FINISH + group)):
+                with contextlib.suppress(LockedError), group_lock(kernel, group, silent):
+                    pass
+
+
+def group_lock(kernel: Kernel, group: int, listener: Listener) -> contextlib.AbstractContextManager[Any]:
+    """A claim on the sums of a group; a kernel in RAM needs none."""
+    if not isinstance(kernel.files, Folder):
+        return contextlib.nullcontext()
+    return Lock(kernel.files, FINISH + group, FINISH + group, listener)
+
+
+def damaged_tiles(kernel: Kernel) -> dict[int, list[tuple[int, int]]]:
+    """Tiles of finished groups that are gone, torn, or were found wrong, by the number of their record.
+
+    A group whose record is damaged is made unfinished again.
+    """
+    damaged = {}
+    for number in kernel.ledger.done("tiles"):
+        try:
+            tiles = kernel.to_recompute(number)
+        except DamagedDataError:
+            kernel.ledger.forget("tiles", number)
+            # A note about what is computed anew would have it computed once more.
+            kernel.ledger.forget("suspect", number)
+            continue
+        if tiles:
+            damaged[number] = tiles
+        elif kernel.files.size(record_name("suspect", number)) is not None:
+            kernel.ledger.forget("suspect", number)
+    return damaged
+
+
+def items_done(work: Work) -> set[int]:
+    """Items whose results are there: tiles, or the partial sums of a group that is still to be added up."""
+    kernel, plan = work.kernel, work.kernel.plan
+    finished, tiles = finished_groups(kernel), set(kernel.ledger.done("tiles"))
+    done = set()
+    for number in kernel.ledger.done("item"):
+        item = plan.items[number]
+        if item.group in finished:
+            done.add(number)
+        elif kernel.leaves:
+            first = item.group * len(kernel.layouts)
+            if {first + leaf for leaf in leaves_of(work.rows, plan, item)} <= tiles:
+                done.add(number)
+        elif kernel.files.size(partial_name(number)) == 8 * sum(
+            int(np.prod(plan.tile_shape(i, j))) for i, j in plan.tiles_of(plan.groups[item.group])
+        ):
+            done.add(number)
+    return done
+
+
+def finished_groups(kernel: Kernel) -> set[int]:
+    per_group = len(kernel.layouts)
+    done = kernel.ledger.done("tiles")
+    counts = [number // per_group for number in done]
+    return {group for group in set(counts) if counts.count(group) == per_group}
+
+
+def tiles_done(kernel: Kernel) -> int:
+    return sum(kernel.record(number).tiles for number in kernel.ledger.done("tiles"))

@@ -1,0 +1,188 @@
+"""In: a problem's parameters, function and choices. Out: the fields of its fingerprint, JSON-able.
+
+The text of a jaxpr names arrays that it closes over but does not hold their values: they are hashed apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from jacstore.base.precision import ROUNDOFF
+from jacstore.problem.outputs import Flat
+from jacstore.problem.parameters import Parameters
+from jacstore.problem.program import program_text, text_and_primitives, text_of_jax
+from jacstore.problem.pytrees import dtype_of, native, paths_and_leaves
+from jacstore.problem.user_errors import kind_of, naming
+
+# Before a hash of `program_text`; stores written before hold a bare hash of JAX's own text, which continue as well.
+VERSION = "program-2:"
+
+
+def requested(
+    *, params: Any, jaxpr: ClosedJaxpr, outputs: str | Sequence[int], selection: list[str], first: Any, n_examples: int
+) -> dict[str, Any]:
+    """Fields that decide the result.
+
+    Parameters
+    ----------
+    jaxpr
+        The function and its derivative, from `derivative`.
+    first
+        Example 0 as it was read, `(1, ...)`: shapes and types of the inputs, before any cast.
+    """
+    return {
+        "parameters": hash_parameters(params),
+        "function": VERSION + hashlib.sha256(program_text(jaxpr).encode()).hexdigest(),
+        "constants": hash_constants(jaxpr),
+        "outputs": outputs if isinstance(outputs, str) else list(outputs),
+        "selection": selection,
+        "inputs": [[path, list(leaf.shape[1:]), str(leaf.dtype)] for path, leaf in paths_and_leaves(first)],
+        "examples": n_examples,
+    }
+
+
+def by_text_of_jax(function: Any) -> bool:
+    """Whether a store's field `function` was written before programs had a text of their own."""
+    return isinstance(function, str) and not function.startswith(VERSION)
+
+
+def hash_text_of_jax(jaxpr: ClosedJaxpr) -> str:
+    """The field `function` as such a store holds it."""
+    return hashlib.sha256(text_of_jax(jaxpr).encode()).hexdigest()
+
+
+def same_program(a: ClosedJaxpr, b: ClosedJaxpr) -> bool:
+    """Whether two traces certainly compute the same; what a callback computes cannot be read from a jaxpr."""
+    text, names = text_and_primitives(a)
+    if any("callback" in name for name in names):
+        return False
+    return text == program_text(b) and hash_constants(a) == hash_constants(b)
+
+
+def lowest_precision(jaxpr: ClosedJaxpr) -> str:
+    """The type with the fewest digits that any number of a program is rounded to, by its name in `bounds.ROUNDOFF`."""
+    found = {"float64"}
+
+    def visit(value: Any) -> None:
+        if isinstance(value, (list, tuple)):
+            for part in value:
+                visit(part)
+        if not isinstance(value, (ClosedJaxpr, Jaxpr)):
+            return
+        for equation in getattr(value, "jaxpr", value).eqns:
+            for variable in equation.outvars:
+                dtype = getattr(variable.aval, "dtype", None)
+                if dtype is not None and jnp.issubdtype(dtype, np.floating):
+                    name = np.dtype(dtype).name
+                    found.add(name if name in ROUNDOFF else "float8" if name.startswith("float8") else "float64")
+            # Only a function that asks for it gets TF32: what says nothing is multiplied in full precision.
+            if jax.lax.Precision.DEFAULT in _flat(equation.params.get("precision")):
+                found.add("tf32")
+            for part in equation.params.values():
+                visit(part)
+
+    visit(jaxpr)
+    return max(found, key=lambda name: ROUNDOFF[name])
+
+
+def _flat(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else [value]
+
+
+def derivative(flat: Flat, parameters: Parameters, example: Any) -> ClosedJaxpr:
+    """Outputs and VJP of one example as a jaxpr, so that custom derivative rules are inside.
+
+    Its arguments are the parameters in tree order whatever is selected: another selection is the same function.
+    """
+    streams = {"selected": iter(parameters.selected), "rest": iter(parameters.rest)}
+    roles = [role for role in parameters.roles if role != "fixed"]
+    arrays = [next(streams[role]) for role in roles]
+
+    def trace(moving: list[int]) -> ClosedJaxpr:
+        def value_and_vjp(arrays: list[Any], example: Any) -> Any:
+            def outputs(moved: list[Any]) -> jax.Array:
+                whole = dict(enumerate(arrays)) | dict(zip(moving, moved, strict=True))
+                groups = [[whole[i] for i, role in enumerate(roles) if role == kind] for kind in ("selected", "rest")]
+                return flat(groups[0], groups[1], example)
+
+            value, pull = jax.vjp(outputs, [arrays[i] for i in moving])
+            return value, pull(jnp.ones_like(value))
+
+        return jax.make_jaxpr(value_and_vjp)(arrays, example)
+
+    floating = [i for i, array in enumerate(arrays) if jnp.issubdtype(array.dtype, np.floating)]
+    selected = [i for i, role in enumerate(roles) if role == "selected"]
+    if floating != selected:
+        # What is left out may be without a derivative (a frozen backbone in a callback): then the selected ones do.
+        with suppress(Exception):
+            return trace(floating)
+    with naming("apply cannot be differentiated:", "change apply=, or leave the leaf out by select="):
+        return trace(selected)
+
+
+def hash_parameters(params: Any) -> str:
+    """Hash paths, types and values of all leaves, selected or not."""
+    digest = hashlib.sha256()
+    for path, leaf in paths_and_leaves(params):
+        digest.update(f"{path}\n".encode())
+        if dtype_of(leaf) is not None:
+            _update(digest, leaf)
+        else:
+            # The address in the text of a function is another one in the next process.
+            plain = leaf is None or isinstance(leaf, (str, bytes, int))
+            name = getattr(leaf, "__qualname__", type(leaf).__qualname__)
+            digest.update(f"{kind_of(leaf)} {leaf if plain else name}\n".encode())
+    return digest.hexdigest()
+
+
+def _update(digest: Any, leaf: Any) -> None:
+    """Add type, shape and bytes of an array."""
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    array = np.asarray(leaf)
+    digest.update(f"{array.dtype.name} {array.shape}\n".encode())
+    digest.update(np.ascontiguousarray(native(array)).reshape(-1).view(np.uint8))
+
+
+def hash_constants(jaxpr: ClosedJaxpr) -> str:
+    """Hash the arrays that a jaxpr closes over, wherever they hang."""
+    known: dict[int, bytes] = {}  # of each inner jaxpr, which may be shared by many equations
+
+    def hash_of(value: Any) -> bytes:
+        if isinstance(value, (ClosedJaxpr, Jaxpr)):
+            if id(value) not in known:
+                known[id(value)] = b"".join(hash_of(part) for part in _parts(value))
+            inner = known[id(value)]
+            return hashlib.sha256(inner).digest() if inner else b""
+        if isinstance(value, (dict, list, tuple)):
+            return b"".join(hash_of(part) for part in (value.values() if isinstance(value, dict) else value))
+        if not hasattr(value, "__array__") or isinstance(value, type):
+            return b""
+        array = hashlib.sha256()
+        _update(array, value)
+        return array.digest()
+
+    return hashlib.sha256(hash_of(jaxpr)).hexdigest()
+
+
+def _parts(jaxpr: ClosedJaxpr | Jaxpr) -> Iterator[Any]:
+    """What may hold arrays in a jaxpr; newer JAX has one class for closed and open ones."""
+    yield from getattr(jaxpr, "consts", ())
+    body = getattr(jaxpr, "jaxpr", jaxpr)
+    for equation in body.eqns:
+        yield from _literal_arrays(equation.invars)
+        yield from (equation.params[name] for name in sorted(equation.params))
+    yield from _literal_arrays(body.outvars)
+
+
+def _literal_arrays(variables: Sequence[Any]) -> Iterator[Any]:
+    """Array-valued literals; the text of a jaxpr holds the values of scalar ones and counts as the function's."""
+    return (variable.val for variable in variables if isinstance(variable, Literal) and np.ndim(variable.val))

@@ -1,0 +1,181 @@
+"""In: the layers of a network in torch. Out: the terms of every parameter leaf, and rows from operands as tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from jacstore.rows.torch.hooks import Key, Layer
+from jacstore.rows.torch.network import Network, path_of
+from jacstore.rows.trace.cut import CONV_GAIN, SMALLEST
+from jacstore.terms.kinds import Conv, Dense, Dot, Factored, Index, Leaf, Operand, Term
+
+# Why a leaf has no terms that had some until an example showed that they are not its gradient.
+WRONG = "its layer's products are not its gradient"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """What is stored of a network, and what is computed for it.
+
+    Attributes
+    ----------
+    leaves, operands
+        What goes to the store.
+    rows
+        For each leaf stored as rows its terms, from which they are formed, or none: then `torch.func` gives them.
+    layers
+        Those whose operands are needed.
+    """
+
+    leaves: tuple[Leaf, ...]
+    operands: tuple[Operand, ...]
+    rows: dict[str, tuple[Factored, ...]]
+    layers: tuple[Layer, ...]
+
+    @property
+    def generic(self) -> tuple[str, ...]:
+        """Names of the parameters whose rows `torch.func` gives."""
+        return tuple(name for name, terms in self.rows.items() if not terms)
+
+
+def choose_terms(
+    network: Network,
+    layers: Sequence[Layer],
+    outside: Collection[str],
+    n_outputs: int,
+    layout: str,
+    wrong: Collection[str],
+) -> Cut:
+    """Terms of every leaf by the rules of `layout`; parameters in `wrong` are left to `torch.func`."""
+    uses: dict[str, list[tuple[Layer, bool]]] = {name: [] for name in network.selected}
+    for layer in layers:
+        for name, bias in layer.parameters:
+            uses[name].append((layer, bias))
+    reasons = {name: _reason(uses[name], name in outside, name in wrong) for name in uses}
+    known = {name: [] if reasons[name] else made for name, made in uses.items()}
+    chosen: dict[str, bool] = {}
+    stored: set[Key] = set()
+    for biases in (False, True):
+        for name, made in known.items():
+            if made and made[0][1] == biases:
+                chosen[name], reasons[name] = _pays(network.selected[name], made, n_outputs, layout, stored)
+                stored |= {layer.key for layer, _ in made if chosen[name] and not biases}
+    leaves: list[Leaf] = []
+    rows: dict[str, tuple[Factored, ...]] = {}
+    start = offset = 0
+    for name, value in network.selected.items():
+        factored = tuple(layer.term(bias) for layer, bias in known[name])
+        terms: tuple[Term, ...] = factored
+        if not chosen.get(name):
+            rows[name] = factored
+            terms = (Dense(start=start, size=value.numel()),)
+            start += value.numel()
+        leaves.append(
+            Leaf(
+                path=path_of(name),
+                shape=tuple(value.shape),
+                dtype=str(value.dtype).removeprefix("torch."),
+                offset=offset,
+                terms=terms,
+                why=reasons[name],
+            )
+        )
+        offset += value.numel()
+    named = {operand.name: operand for layer in layers for operand in (layer.inputs, layer.cotangents)}
+    kept = dict.fromkeys(name for leaf in leaves for name in leaf.operands)
+    needed = {layer.key for made in known.values() for layer, _ in made}
+    return Cut(
+        leaves=tuple(leaves),
+        operands=tuple(named[name] for name in kept),
+        rows=rows,
+        layers=tuple(layer for layer in layers if layer.key in needed),
+    )
+
+
+def _reason(uses: Sequence[tuple[Layer, bool]], outside: bool, wrong: bool) -> str:
+    """Why a parameter has no terms, or nothing."""
+    if not uses:
+        return "not of a layer with factors"
+    if outside:
+        return "used outside its layer"
+    if wrong:
+        return WRONG
+    terms = [layer.term(bias) for layer, bias in uses]
+    images = {layer.inputs.shape[1:] for layer, _ in uses if layer.form.kind == "conv"}
+    shapes = {tuple({**vars(t), "inputs": None, "cotangents": None}.items()) for t in terms if isinstance(t, Conv)}
+    if len({bias for _, bias in uses}) > 1 or len(images) > 1 or len(shapes) > 1:
+        return "terms of unlike kinds"
+    return ""
+
+
+def _pays(
+    value: torch.Tensor, uses: Sequence[tuple[Layer, bool]], n_outputs: int, layout: str, stored: set[Key]
+) -> tuple[bool, str]:
+    """Whether a leaf is stored by its factors, and why."""
+    if layout == "dense":
+        return False, "layout dense"
+    if uses[0][1]:
+        kept = all(layer.key in stored for layer, _ in uses)
+        return kept, "its layer's cotangents" if kept else "its layer is stored as rows"
+    numbers = sum(o.numbers(n_outputs) for layer, _ in uses for o in (layer.inputs, layer.cotangents))
+    size = n_outputs * value.numel()
+    gain = CONV_GAIN if uses[0][0].form.kind == "conv" else 1
+    take = layout == "factored" or SMALLEST <= size > gain * numbers
+    return take, f"{numbers:,} numbers against {size:,}"
+
+
+# -------------------------------------------------------------------------------------------------- rows from operands
+
+
+def form_rows(terms: Sequence[Factored], operands: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """A leaf's rows `(n, K, size)` in torch's order, from operands `(n, ...)` and `(n, K, ...)`, on their device.
+
+    All outputs are columns of one product an example: products for each output apart take many times longer.
+    """
+    total = sum(_part(term, operands) for term in terms)
+    assert isinstance(total, torch.Tensor)
+    return total
+
+
+def _part(term: Factored, operands: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    d = operands[term.cotangents][:, :, 0]
+    n, k, t, width = d.shape
+    if isinstance(term, Conv):
+        return _convolved(term, operands[term.inputs], d)
+    if isinstance(term, Dot) and term.inputs is None:
+        return d.sum(2)
+    columns = d.transpose(1, 2).reshape(n, t, k * width)
+    if isinstance(term, Index):
+        ids = operands[term.ids].long()
+        # Row `size` takes what belongs to no row of the table.
+        ids = torch.where(ids < 0, term.size, ids)[:, :, None].expand(-1, -1, k * width)
+        rows = d.new_zeros(n, term.size + 1, k * width).scatter_add(1, ids, columns)[:, :-1]
+        return rows.unflatten(2, (k, width)).transpose(1, 2).reshape(n, k, -1)
+    assert term.inputs is not None
+    block = operands[term.inputs][:, 0].transpose(1, 2) @ columns
+    order = (0, 2, 3, 1) if term.views else (0, 2, 1, 3)
+    return block.unflatten(2, (k, width)).permute(*order).reshape(n, k, -1)
+
+
+def _convolved(term: Conv, images: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+    """Rows of a filter `(width, channels / groups, *window)` by one product of patches and cotangents an example."""
+    n, k, t, width = d.shape
+    groups = term.groups
+    reaches = [(w - 1) * apart + 1 for w, apart in zip(term.window, term.dilation, strict=True)]
+    pads: list[int] = []
+    for low, size, count, stride, reach in reversed(
+        list(zip(term.padding, images.shape[2:-1], term.positions, term.strides, reaches, strict=True))
+    ):
+        pads += [low, (count - 1) * stride + reach - size - low]
+    patches = torch.nn.functional.pad(images, (0, 0, *pads))
+    for axis, (reach, stride, apart) in enumerate(zip(reaches, term.strides, term.dilation, strict=True), start=2):
+        patches = patches.unfold(axis, reach, stride)[..., ::apart]
+    # (n, B, *positions, channels, *window) as (n, groups, channels / groups * window, T)
+    patches = patches.reshape(n, t, groups, -1).permute(0, 2, 3, 1)
+    columns = d.reshape(n, k, t, groups, width // groups).permute(0, 3, 2, 1, 4).reshape(n, groups, t, -1)
+    block = (patches @ columns).reshape(n, groups, -1, math.prod(term.window), k, width // groups)
+    return block.permute(0, 4, 1, 5, 2, 3).reshape(n, k, -1)

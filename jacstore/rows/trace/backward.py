@@ -1,0 +1,139 @@
+"""In: a function of parameters and one example. Out: its backward pass as one flat list of equations, and their values.
+
+Wrapping calls such as `jit`, `remat` and custom derivatives are opened, so that what forms a gradient can be seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import numpy as np
+
+from jacstore.rows.trace import scans
+
+CALLS = {
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "remat",
+    "remat2",
+    "checkpoint",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+}
+
+
+class Backward:
+    """The backward pass of one example as one list of equations; `outputs` has their shape and type."""
+
+    def __init__(self, function: Any, selected: list[Any], rest: list[Any], example: Any, outputs: Any) -> None:
+        def backward(selected: Any, rest: Any, example: Any, cotangent: Any) -> Any:
+            values, pullback = jax.vjp(lambda leaves: function(leaves, rest, example), selected)
+            return values, pullback(cotangent)[0]
+
+        arguments = (selected, rest, example, np.zeros(outputs.shape, outputs.dtype))
+        traced = jax.make_jaxpr(backward)(*arguments)
+        leaves = jax.tree_util.tree_leaves(arguments)
+        self.closed = jax.make_jaxpr(lambda *flat: _evaluate(traced.jaxpr, traced.consts, flat, open_scans=True))(
+            *leaves
+        )
+        jaxpr = self.closed.jaxpr
+        self.outputs, self.gradients = [jaxpr.outvars[0]], jaxpr.outvars[1:]
+        self.producer = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        counts = [len(jax.tree_util.tree_leaves(part)) for part in arguments]
+        examples = jaxpr.invars[counts[0] + counts[1] : sum(counts[:3])]
+        self._examples, self._cotangents = self._reached(examples), self._reached(jaxpr.invars[sum(counts[:3]) :])
+        self._parameters = (selected, rest)
+        self._shape = (example, arguments[3])
+
+    def _reached(self, start: Sequence[Any]) -> set[Any]:
+        reached = set(start)
+        for eqn in self.closed.jaxpr.eqns:
+            flags = [not isinstance(v, jex.Literal) and v in reached for v in eqn.invars]
+            if eqn.primitive.name == "scan":
+                outputs = scans.reached(eqn, flags)
+                reached.update(v for v, flag in zip(eqn.outvars, outputs, strict=True) if flag)
+            elif any(flags):
+                reached.update(eqn.outvars)
+        return reached
+
+    def of_cotangent(self, var: Any) -> bool:
+        return not isinstance(var, jex.Literal) and var in self._cotangents
+
+    def of_example(self, var: Any) -> bool:
+        return not isinstance(var, jex.Literal) and var in self._examples
+
+    def values(self, selected: Any, rest: Any, example: Any, cotangent: Any, wanted: Sequence[Any]) -> list[Any]:
+        """Values of variables; only equations that they need are run."""
+        arguments = jax.tree_util.tree_leaves((selected, rest, example, cotangent))
+        return _evaluate(self.closed.jaxpr, self.closed.consts, arguments, wanted)
+
+    def constant(self, var: Any) -> float:
+        """The value of a scalar that depends on parameters alone."""
+        example, cotangent = self._shape
+        return float(np.asarray(self.values(*self._parameters, example, cotangent, [var])[0]).item())
+
+
+def _inner(eqn: Any) -> Any:
+    """The jaxpr that a call only wraps, closed, or None."""
+    if eqn.primitive.name not in CALLS:
+        return None
+    for value in eqn.params.values():
+        if isinstance(value, jex.ClosedJaxpr):
+            return value
+        if isinstance(value, jex.Jaxpr):
+            return jex.ClosedJaxpr(value, ())
+    return None
+
+
+def _evaluate(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    arguments: Sequence[Any],
+    wanted: Sequence[Any] | None = None,
+    open_scans: bool = False,
+) -> Any:
+    """Run a jaxpr with its wrapping calls opened; with `wanted`, only what these variables need.
+
+    With `open_scans`, products inside of scans are taken out of them.
+    """
+    values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True))
+    targets = jaxpr.outvars if wanted is None else wanted
+    needed = {v for v in targets if not isinstance(v, jex.Literal)}
+    live = []
+    for eqn in reversed(jaxpr.eqns):
+        if needed.intersection(eqn.outvars):
+            live.append(eqn)
+            needed.update(v for v in eqn.invars if not isinstance(v, jex.Literal))
+
+    def read(var: Any) -> Any:
+        return var.val if isinstance(var, jex.Literal) else values[var]
+
+    for eqn in reversed(live):
+        inputs, inner = [read(v) for v in eqn.invars], _inner(eqn)
+        if inner is not None:
+            results = _evaluate(inner.jaxpr, inner.consts, inputs, open_scans=open_scans)
+        elif open_scans and (opened := _opened(eqn, inputs)) is not None:
+            results = opened
+        else:
+            results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+            results = results if eqn.primitive.multiple_results else [results]
+        values.update(zip(eqn.outvars, results, strict=True))
+    return [read(v) for v in targets]
+
+
+def _opened(eqn: Any, inputs: Sequence[Any]) -> list[Any] | None:
+    """Outputs of a scan whose products stand behind it; None if it is no scan or holds none."""
+    if eqn.primitive.name != "scan":
+        return None
+    inner = eqn.params["jaxpr"]
+    arguments = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inner.jaxpr.invars]
+    body = jax.make_jaxpr(lambda *given: _evaluate(inner.jaxpr, inner.consts, given, open_scans=True))(*arguments)
+    scan = scans.Scan(eqn, body)
+    plan = scan.plan()
+    return scan.run(plan, inputs, _evaluate) if plan.products else None

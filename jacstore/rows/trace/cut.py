@@ -1,0 +1,199 @@
+"""In: a prepared problem. Out: the terms of every parameter leaf, and the function that computes what they store.
+
+The backward pass of one example is traced once and cut just before the products that form gradients; XLA then never
+forms them. A gradient that begins anywhere else, such as a weight inside `scan`, is stored as it is: always right, only
+larger.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jacstore.problem.problem import Prepared, precision_context
+from jacstore.rows.trace.backward import Backward
+from jacstore.rows.trace.candidates import Made, Stacked
+from jacstore.rows.trace.find_terms import Finder, Found
+from jacstore.terms.kinds import Dense, Leaf, Operand, Term, expand
+
+# A convolution's factors must be this much smaller than its rows: a slab's expansion needs all positions of examples.
+CONV_GAIN = 2
+# Rows of smaller leaves stand side by side in one array; as factors each would take files of its own.
+SMALLEST = 1024
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Cut:
+    """A problem's backward pass, cut before the products that form its rows.
+
+    Attributes
+    ----------
+    leaves
+        With their terms; `Dense.start` counts columns of stored rows only.
+    operands
+        What factored leaves store, each once.
+    """
+
+    leaves: tuple[Leaf, ...]
+    operands: tuple[Operand, ...]
+    _flat: Backward = field(repr=False)
+    _made: Mapping[str, Made | Stacked] = field(repr=False)
+    _rows: tuple[tuple[int, tuple[Term, ...]], ...] = field(repr=False)
+
+    def __call__(
+        self, selected: list[Any], rest: list[Any], example: Any, cotangents: Any
+    ) -> tuple[Any, dict[str, Any], list[Any]]:
+        """Of one example: outputs `(K,)`, operands, and rows `(k, size)` of the leaves stored as rows.
+
+        `cotangents` is `(k, K)`; operands that are cotangents have a leading k.
+        """
+        flat = self._flat
+        names = list(self._made)
+        vectors = [n for n in names if flat.of_cotangent(self._made[n].root)]
+        others = [n for n in names if n not in vectors]
+
+        def one(cotangent: Any) -> tuple[Any, list[Any], list[Any], list[Any]]:
+            needs = [self._made[n].needs for n in [*others, *vectors]]
+            wanted = [*flat.outputs, *(var for each in needs for var in each), *self._row_roots()]
+            found = iter(flat.values(selected, rest, example, cotangent, wanted))
+            outputs = [next(found) for _ in flat.outputs]
+            given = [[next(found) for _ in each] for each in needs]
+            made = [self._made[n].finish(v) for n, v in zip([*others, *vectors], given, strict=True)]
+            return outputs[0], made[: len(others)], made[len(others) :], list(found)
+
+        outputs, inputs, vectors_found, roots = jax.vmap(one, out_axes=(None, None, 0, 0))(cotangents)
+        operands = dict(zip([*others, *vectors], [*inputs, *vectors_found], strict=True))
+        return outputs, operands, self._finish_rows(operands, roots, len(cotangents))
+
+    @property
+    def cotangent_dtype(self) -> Any:
+        """The type of cotangents: that of the outputs."""
+        return self._flat.outputs[0].aval.dtype
+
+    def _row_roots(self) -> list[Any]:
+        return [self._flat.gradients[n] for n, terms in self._rows if not terms]
+
+    def _finish_rows(self, operands: dict[str, Any], roots: list[Any], k: int) -> list[Any]:
+        """Rows of dense leaves: a gradient as it came, or a convolution's by products of shifted images."""
+        plain, rows, used = iter(roots), [], set[str]()
+        for n, terms in self._rows:
+            if terms:
+                single = {name: operands[name][None] for name in {o for t in terms for o in t.operands}}
+                rows.append(expand(terms, single, self.leaves[n].size, jnp)[0])
+                used.update(single)
+            else:
+                rows.append(next(plain).reshape(k, -1))
+        # Several rows may be formed from one of them: two convolutions that read the same image.
+        for name in used:
+            del operands[name]
+        return rows
+
+
+def cut_before_products(prepared: Prepared, layout: str, float64: bool) -> Cut:
+    """Find the terms of every leaf and choose those that are stored.
+
+    Parameters
+    ----------
+    layout
+        auto: factors where they are smaller and the leaf is not tiny; dense: rows only; factored: factors wherever
+        there are any.
+    float64
+        Whether it is computed in float64.
+    """
+    with precision_context(float64):
+        example = jax.tree_util.tree_map(lambda leaf: leaf[0], prepared.read(0, 1))
+        described = [(leaf.path, leaf.shape, leaf.dtype) for leaf in prepared.leaves]
+        outputs = jax.ShapeDtypeStruct((prepared.n_outputs,), prepared.outputs_dtype)
+        flat = Backward(prepared.function, prepared.selected, prepared.rest, example, outputs)
+        return _cut(flat, described, prepared.n_outputs, layout)
+
+
+def cut_with_rows(cut: Cut, paths: Collection[str], n_outputs: int, layout: str) -> Cut:
+    """The same program with the leaves at `paths` as rows: so has a store them that an earlier version began."""
+    described = [(leaf.path, leaf.shape, leaf.dtype) for leaf in cut.leaves]
+    return _cut(cut._flat, described, n_outputs, layout, paths)
+
+
+def _cut(
+    flat: Backward,
+    described: Sequence[tuple[str, tuple[int, ...], str]],
+    n_outputs: int,
+    layout: str,
+    as_rows: Collection[str] = (),
+) -> Cut:
+    finder = Finder(flat)
+    found = [finder.leaf(n) for n in range(len(described))]
+    finder.tie_sums(found)
+    chosen = _choose(found, described, n_outputs, layout, as_rows)
+    names: dict[Any, str] = {}
+    made: dict[str, Made | Stacked] = {}
+    operands: dict[str, Operand] = {}
+
+    def name_of(core_made: Made | Stacked, stored: bool) -> str:
+        if core_made.key not in names:
+            names[core_made.key] = f"{core_made.role}{len(names)}"
+            made[names[core_made.key]] = core_made
+        name = names[core_made.key]
+        if stored and name not in operands:
+            operands[name] = Operand(name=name, role=core_made.role, shape=core_made.shape)
+        return name
+
+    leaves, rows, start, offset = [], [], 0, 0
+    for n, (path, shape, dtype) in enumerate(described):
+        size, terms = math.prod(shape), found[n].terms
+        built: tuple[Term, ...] = ()
+        if chosen[n]:
+            built = tuple(core.term(name_of, stored=True) for core in terms)
+        else:
+            # XLA is slow at filter gradients of single examples; shifted images are multiplied instead.
+            by_shifts = terms and all(core.kind == "conv" for core in terms)
+            shifted = tuple(core.term(lambda m, stored: _temporary(m, names, made), stored=False) for core in terms)
+            rows.append((n, shifted if by_shifts else ()))
+            built = (Dense(start=start, size=size),)
+            start += size
+        leaves.append(Leaf(path=path, shape=tuple(shape), dtype=dtype, offset=offset, terms=built, why=found[n].why))
+        offset += size
+    used = {name for n, terms in rows for t in terms for name in t.operands} | operands.keys()
+    made = {name: m for name, m in made.items() if name in used}
+    return Cut(leaves=tuple(leaves), operands=tuple(operands.values()), _flat=flat, _made=made, _rows=tuple(rows))
+
+
+def _temporary(core_made: Made | Stacked, names: dict[Any, str], made: dict[str, Made | Stacked]) -> str:
+    """A name for an operand that is needed to form rows, apart from those that are stored."""
+    key = ("temporary", core_made.key)
+    if key not in names:
+        names[key] = f"temporary{len(names)}"
+        made[names[key]] = core_made
+    return names[key]
+
+
+def _choose(
+    found: list[Found],
+    described: Sequence[tuple[str, tuple[int, ...], str]],
+    n_outputs: int,
+    layout: str,
+    as_rows: Collection[str],
+) -> list[bool]:
+    """Which leaves are stored by their factors."""
+    chosen = []
+    for leaf, (path, shape, _) in zip(found, described, strict=True):
+        if path in as_rows:
+            leaf.terms, leaf.pending, leaf.why = [], [], "stored as rows by an earlier version"
+        products = bool(leaf.terms) and not leaf.pending
+        numbers, size = sum(core.numbers(n_outputs) for core in leaf.terms), n_outputs * math.prod(shape)
+        gain = CONV_GAIN if any(core.kind == "conv" for core in leaf.terms) else 1
+        take = products and layout != "dense" and (layout == "factored" or SMALLEST <= size > gain * numbers)
+        if products:
+            leaf.why = f"{numbers:,} numbers against {size:,}" if layout != "dense" else "layout dense"
+        chosen.append(take)
+    stored = {core.cotangents.key for leaf, take in zip(found, chosen, strict=True) if take for core in leaf.terms}
+    for n, leaf in enumerate(found):
+        if leaf.pending and leaf.terms:
+            chosen[n] = all(core.cotangents.key in stored for core in leaf.terms)
+            leaf.why = "its layer's cotangents" if chosen[n] else "its layer is stored as rows"
+    return chosen

@@ -1,0 +1,102 @@
+"""Mutual exclusion by a file that only one process can create, for file systems that have no locks.
+
+What is held is a file that its holder created. It names a process, so that what a dead one left is taken over: at once
+on this host, and when it has stood still for long where the holder cannot be asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from jacstore.base import machine
+
+# What flock says where there is none: Lustre and autofs, NFS without its lock daemon, and the kernel's own ENOTSUPP.
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, 524)
+# A file of another host, or one that its maker has not filled, is dead after this long.
+STALE_SECONDS = 60.0
+PAUSE_SECONDS = 0.01
+
+
+@contextlib.contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Be the one that holds `path`; wait for whoever does."""
+    mine = _claim()
+    since, seen = time.monotonic(), ""
+    while not _create(path, mine):
+        found = _identity(path)
+        if found != seen:
+            since, seen = time.monotonic(), found
+        if found and _is_dead(path, time.monotonic() - since):
+            _take_away(path, found)
+        else:
+            time.sleep(PAUSE_SECONDS)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            # Another one took it for dead: theirs stays.
+            if path.read_bytes() == mine:
+                path.unlink()
+
+
+def _claim() -> bytes:
+    """This process, as no other one has ever been."""
+    pid = os.getpid()
+    owner = {"host": machine.hostname(), "boot": machine.boot_id(), "pid": pid, "start": machine.process_start(pid)}
+    return json.dumps({**owner, "token": uuid.uuid4().hex}).encode()
+
+
+def _create(path: Path, claim: bytes) -> bool:
+    """Create a file unless there is one."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+    except FileExistsError:
+        return False
+    try:
+        os.write(descriptor, claim)
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _take_away(path: Path, identity: str) -> None:
+    """Remove what a dead process holds, and never what somebody has created since.
+
+    Only one may remove it: whoever holds a name made of it, which may itself be left by a process that died.
+    """
+    with held(path.with_name(f"{path.name[:40]}.{identity}")):
+        if _identity(path) == identity:
+            path.unlink()
+
+
+def _identity(path: Path) -> str:
+    """A hash that no two files of this name share; empty if there is none."""
+    try:
+        body, found = path.read_bytes(), path.stat()
+    except FileNotFoundError:
+        return ""
+    return hashlib.blake2b(body + f"{found.st_ino} {found.st_mtime_ns}".encode(), digest_size=8).hexdigest()
+
+
+def _is_dead(path: Path, unchanged: float) -> bool:
+    """Whether the holder is no more, as far as can be said after so many seconds in which nothing changed."""
+    try:
+        owner = json.loads(path.read_bytes())
+        host, boot, pid, start = (owner[name] for name in ("host", "boot", "pid", "start"))
+        started = machine.process_start(int(pid)) if host == machine.hostname() else None
+    except FileNotFoundError:
+        return False
+    except (ValueError, TypeError, KeyError):
+        # Torn: its maker died, or is about to fill it.
+        return unchanged > STALE_SECONDS
+    if host != machine.hostname():
+        return unchanged > STALE_SECONDS
+    return boot != machine.boot_id() or started is None or started != start

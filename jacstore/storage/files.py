@@ -1,0 +1,524 @@
+"""Durable files below one folder, or the same in memory; every byte read is counted here.
+
+All reading and writing of stored data passes through this module, so that counts are true and faults can be injected:
+tests replace `before_step`, which is called with the name of each protocol step and the file that it is about to touch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+import threading
+import uuid
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import numpy as np
+
+from jacstore.base import leaving
+from jacstore.base.machine import format_size
+from jacstore.errors import DamagedDataError, InvalidRequestError, JacstoreError
+from jacstore.storage import exclusive
+
+Buffer = bytes | bytearray | memoryview
+PAGE = 4096
+# Not everywhere can the page cache be passed by.
+DIRECT = getattr(os, "O_DIRECT", 0)
+# What a file system says that cannot do it, or not for this many bytes.
+REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
+# What it says of a folder that it cannot flush: CIFS, sshfs. There a rename lasts when the server says so.
+UNFLUSHED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+# Bytes that are gathered to write past it what does not begin at a page.
+STAGED = 2**20
+
+
+def _no_step(step: str, name: str) -> None:
+    """Do nothing; the seam for fault injection."""
+
+
+before_step: Callable[[str, str], None] = _no_step
+
+
+class Files(Protocol):
+    """What a store or kernel needs from the place that holds its bytes."""
+
+    @property
+    def bytes_read(self) -> int: ...
+    @property
+    def bytes_held(self) -> int: ...
+    def write(self, name: str, buffers: Iterable[Buffer], cached: bool = True) -> int: ...
+    def sync_folders(self, names: Iterable[str]) -> None: ...
+    def publish(self, name: str, data: bytes) -> None: ...
+    def read(self, name: str) -> bytes: ...
+    def read_into(self, name: str, spans: Iterable[tuple[int, memoryview]]) -> None: ...
+    def size(self, name: str) -> int | None: ...
+    def names(self, folder: str) -> list[str]: ...
+    def remove(self, name: str) -> None: ...
+
+
+def is_path(text: str) -> bool:
+    """Whether this machine can name a file so."""
+    try:
+        return bool(text) and "\0" not in text and os.fsencode(text) != b""
+    except UnicodeEncodeError:
+        return False
+
+
+class Folder:
+    """Files below a folder on disk.
+
+    `write` leaves a file complete and flushed, but only a record that is published afterwards makes it count.
+
+    Attributes
+    ----------
+    locks
+        Whether its file system has locks, as far as they were asked for; else files that only one can create serve.
+    said_so
+        Whether the user has been told that it has none.
+    """
+
+    def __init__(self, root: str | Path) -> None:
+        if not is_path(str(root)):
+            raise InvalidRequestError(f"{str(root)!r} is not a path; give the path of a folder (--out, out=)")
+        self.root = Path(root)
+        self.bytes_read = 0
+        self.locks = True
+        self.said_so = False
+        self._count = threading.Lock()
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes in RAM: none."""
+        return 0
+
+    def inside(self, name: str) -> Path:
+        """The path of a file that is about to be written or removed.
+
+        Raises
+        ------
+        InvalidRequestError
+            If a link on the way to it leads elsewhere.
+        """
+        path = self.root / name
+        folder = os.path.join(os.path.realpath(self.root), *Path(name).parts[:-1])
+        if os.path.realpath(folder) != folder:
+            raise InvalidRequestError(
+                f"{path.parent} is reached through a link, and nothing is written through links; put a folder in its "
+                "place, or give another one (--out, out=)"
+            )
+        return path
+
+    def about_to_create(self, name: str) -> Path:
+        """As `inside`, for metadata that Zarr writes; it would wait for ever at a pipe."""
+        before_step("create", name)
+        path = self.inside(name)
+        if path.exists() and not path.is_file():
+            raise InvalidRequestError(f"{path} is not a file; move it away, or give another folder (--out, out=)")
+        return path
+
+    @contextlib.contextmanager
+    def guard(self, name: str) -> Iterator[None]:
+        """One process of this host at a time is inside."""
+        try:
+            descriptor = os.open(self.inside(name), os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        except OSError as error:
+            raise explain(error, self.root / name, 0) from error
+        try:
+            self.locks = _flock(descriptor)
+            waiting = contextlib.nullcontext() if self.locks else exclusive.held(self.inside(f"{name}.held"))
+        except OSError as error:
+            os.close(descriptor)
+            raise explain(error, self.root / name, 0) from error
+        try:
+            with waiting:
+                yield
+        finally:
+            os.close(descriptor)
+
+    def write(self, name: str, buffers: Iterable[Buffer], cached: bool = True) -> int:
+        """Write and flush one file from buffers that may be produced while it is written; return its size.
+
+        Without `cached` whole pages go past the page cache where that is possible: copying into it takes longer, and it
+        is left to what is still to be read. What is read soon is read ten times faster from it.
+        """
+        path = self.inside(name)
+        size = 0
+
+        def counted() -> Iterator[memoryview]:
+            nonlocal size
+            for buffer in buffers:
+                view = memoryview(buffer).cast("B")
+                size += len(view)
+                yield view
+
+        before_step("write", name)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Without waiting, should a pipe stand there.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
+            descriptor = os.open(path, flags, 0o666)
+            try:
+                if not cached:
+                    _past_the_cache(descriptor, True)
+                for view in counted() if cached else _in_pages(counted()):
+                    if not cached and len(view) % PAGE:
+                        _past_the_cache(descriptor, False)
+                    _write_all(descriptor, view)
+                before_step("fsync", name)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        except JacstoreError:
+            raise
+        except OSError as error:
+            raise explain(error, path, size) from error
+        return size
+
+    def sync_folders(self, names: Iterable[str]) -> None:
+        """Flush the folders that hold the named files, and the folders above them up to the root."""
+        folders: set[Path] = set()
+        for name in names:
+            folder = (self.root / name).parent
+            while folder not in folders:
+                folders.add(folder)
+                if folder == self.root:
+                    break
+                folder = folder.parent
+        for folder in folders:
+            before_step("fsync folder", str(folder.relative_to(self.root)))
+            try:
+                sync_path(folder)
+            except OSError as error:
+                raise explain(error, folder, 0) from error
+
+    def publish(self, name: str, data: bytes) -> None:
+        """Put a small file in place in one step: temporary name, flush, rename, flush the folder."""
+        path = self.inside(name)
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+        before_step("record", name)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                before_step("fsync record", name)
+                os.fsync(file.fileno())
+            before_step("rename", name)
+            os.replace(temporary, path)
+            before_step("fsync renamed", name)
+            sync_path(path.parent)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise explain(error, path, len(data)) from error
+
+    def read(self, name: str) -> bytes:
+        """Return a whole small file.
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is none.
+        """
+        with self.open(name) as file:
+            return file.read()
+
+    def open(self, name: str) -> BinaryIO:
+        """A file to be read; errors are those of `read`."""
+        return os.fdopen(self._open(name), "rb")
+
+    def _open(self, name: str) -> int:
+        """A descriptor of a regular file.
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is none.
+        DamagedDataError, InvalidRequestError
+            If there is something else, or it cannot be read.
+        """
+        try:
+            # Without waiting, should a pipe stand there.
+            descriptor = os.open(self.root / name, os.O_RDONLY | os.O_NONBLOCK)
+        except (FileNotFoundError, NotADirectoryError):
+            raise FileNotFoundError(name) from None
+        except PermissionError as error:
+            raise _unreadable(error, self.root / name) from error
+        except OSError as error:
+            raise DamagedDataError(f"{name} cannot be read ({error.strerror})") from error
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise DamagedDataError(f"{name} is not a file")
+        return descriptor
+
+    def read_into(self, name: str, spans: Iterable[tuple[int, memoryview]]) -> None:
+        """Fill each buffer from its offset of one file, opened once.
+
+        Raises
+        ------
+        DamagedDataError
+            If the file is missing or too short.
+        """
+        try:
+            descriptor = self._open(name)
+        except FileNotFoundError:
+            raise DamagedDataError(f"{name} is missing") from None
+        total = 0
+        try:
+            for offset, buffer in spans:
+                filled = 0
+                while filled < len(buffer):
+                    got = os.preadv(descriptor, [buffer[filled:]], offset + filled)
+                    if got == 0:
+                        raise DamagedDataError(f"{name} ends at byte {offset + filled}, before what was recorded")
+                    filled += got
+                total += filled
+        except JacstoreError:
+            raise
+        except OSError as error:
+            raise DamagedDataError(f"{name} cannot be read ({error.strerror})") from error
+        finally:
+            os.close(descriptor)
+            with self._count:
+                self.bytes_read += total
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; None if it is missing or something else."""
+        try:
+            found = (self.root / name).stat()
+        except PermissionError as error:
+            raise _unreadable(error, self.root / name) from error
+        except OSError:
+            return None
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+    def names(self, folder: str) -> list[str]:
+        """Names of the files directly below a folder, sorted."""
+        try:
+            with os.scandir(self.root / folder) as entries:
+                return sorted(entry.name for entry in entries if entry.is_file())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise _unreadable(error, self.root / folder) from error
+
+    def remove(self, name: str) -> None:
+        """Delete a file if it is there."""
+        before_step("remove", name)
+        try:
+            self.inside(name).unlink(missing_ok=True)
+        except NotADirectoryError:
+            pass
+        except OSError as error:
+            raise explain(error, self.root / name, 0) from error
+
+    def remove_folder(self, name: str) -> None:
+        """Delete a folder if it is there and empty."""
+        with contextlib.suppress(OSError):
+            (self.root / name).rmdir()
+
+
+class Memory:
+    """The same in RAM; what goes beyond `limit` bytes moves everything to a temporary folder."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.root: Path | None = None
+        self._bytes_read = 0
+        self._held: dict[str, bytes] = {}
+        self._total = 0
+        self._folder: Folder | None = None
+        self._lock = threading.RLock()
+
+    @property
+    def bytes_read(self) -> int:
+        return self._bytes_read + (self._folder.bytes_read if self._folder else 0)
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether everything is still in RAM."""
+        return self._folder is None
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes in RAM."""
+        return self._total if self.in_memory else 0
+
+    def write(self, name: str, buffers: Iterable[Buffer], cached: bool = True) -> int:
+        before_step("write", name)
+        # Copied one by one: a generator may use its memory again for the next.
+        data = b"".join(bytes(buffer) for buffer in buffers)
+        with self._lock:
+            self._total += len(data) - len(self._held.get(name, b""))
+            self._held[name] = data
+            if self._folder is None and self._total > self.limit:
+                self._folder = Folder(tempfile.mkdtemp(prefix="jacstore-"))
+                removal = weakref.finalize(self, shutil.rmtree, self._folder.root, ignore_errors=True)
+                leaving.holds(removal, removal)
+            if self._folder is not None:
+                for held_name in list(self._held):
+                    self._folder.write(held_name, [self._held.pop(held_name)])
+        return len(data)
+
+    def sync_folders(self, names: Iterable[str]) -> None:
+        """Nothing to flush: memory does not outlive the process."""
+
+    def publish(self, name: str, data: bytes) -> None:
+        before_step("record", name)
+        self.write(name, [data])
+
+    def read(self, name: str) -> bytes:
+        with self._lock:
+            if name in self._held:
+                return self._held[name]
+        if self._folder is None:
+            raise FileNotFoundError(name)
+        return self._folder.read(name)
+
+    def read_into(self, name: str, spans: Iterable[tuple[int, memoryview]]) -> None:
+        with self._lock:
+            data = self._held.get(name)
+        if data is None:
+            if self._folder is None:
+                raise DamagedDataError(f"{name} is missing")
+            return self._folder.read_into(name, spans)
+        total = 0
+        for offset, buffer in spans:
+            if offset + len(buffer) > len(data):
+                raise DamagedDataError(f"{name} ends at byte {len(data)}, before what was recorded")
+            buffer[:] = memoryview(data)[offset : offset + len(buffer)]
+            total += len(buffer)
+        with self._lock:
+            self._bytes_read += total
+        return None
+
+    def size(self, name: str) -> int | None:
+        with self._lock:
+            if name in self._held:
+                return len(self._held[name])
+        return self._folder.size(name) if self._folder else None
+
+    def names(self, folder: str) -> list[str]:
+        prefix = folder + "/"
+        with self._lock:
+            held = [n[len(prefix) :] for n in self._held if n.startswith(prefix) and "/" not in n[len(prefix) :]]
+        return sorted(held + (self._folder.names(folder) if self._folder else []))
+
+    def remove(self, name: str) -> None:
+        with self._lock:
+            self._total -= len(self._held.pop(name, b""))
+        if self._folder:
+            self._folder.remove(name)
+
+
+def clear_folder(path: Path, first: str) -> None:
+    """Empty a folder; the file `first`, which makes it count, goes before the rest."""
+    before_step("clear", first)
+    (path / first).unlink(missing_ok=True)
+    with os.scandir(path) as entries:
+        found = list(entries)
+    for entry in found:
+        before_step("clear", entry.name)
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path)
+        else:
+            os.unlink(entry.path)
+
+
+def _unreadable(error: OSError, path: Path) -> InvalidRequestError:
+    return InvalidRequestError(f"{path} cannot be read ({error.strerror}); change its mode or owner")
+
+
+def _in_pages(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
+    """The same bytes in whole pages that begin at a page, but for the end: views of the buffers, or of copies.
+
+    Copies are valid until the next view is taken.
+    """
+    memory = np.empty(STAGED + PAGE, np.uint8)
+    pages = memory[-memory.ctypes.data % PAGE :][:STAGED].data
+    held = 0
+    for buffer in buffers:
+        view = buffer
+        while len(view):
+            count = len(view) // PAGE * PAGE
+            if count and not held and np.frombuffer(view, np.uint8).ctypes.data % PAGE == 0:
+                yield view[:count]
+            else:
+                count = min(len(view), STAGED - held)
+                pages[held : held + count] = view[:count]
+                held += count
+                if held == STAGED:
+                    yield pages
+                    held = 0
+            view = view[count:]
+    whole = held // PAGE * PAGE
+    yield pages[:whole]
+    yield pages[whole:held]
+
+
+def _past_the_cache(descriptor: int, past: bool) -> bool:
+    """Write past the page cache from now on, where that is possible, or no longer; whether that changes anything."""
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    wanted = flags | DIRECT if past else flags & ~DIRECT
+    if wanted == flags:
+        return False
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, wanted)
+    return True
+
+
+def _write_all(descriptor: int, view: memoryview) -> None:
+    """Write a buffer, by way of the page cache where the file system refuses to go past it."""
+    while len(view):
+        try:
+            view = view[os.write(descriptor, view) :]
+        except OSError as error:
+            if error.errno not in REFUSALS or not _past_the_cache(descriptor, False):
+                raise
+
+
+def _flock(descriptor: int) -> bool:
+    """Lock a file, waiting for whoever has locked it; False where the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in exclusive.NO_LOCKS:
+            raise
+        return False
+    return True
+
+
+def sync_path(path: Path) -> None:
+    """Flush a file, or a folder where folders can be; an error, and no waiting, where something else stands."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in UNFLUSHED or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def explain(error: OSError, path: Path, size: int) -> InvalidRequestError:
+    """The refusal for a file that could not be written, with what the user can do about it."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return InvalidRequestError(
+            f"disk full while writing {path} ({format_size(size)} of it written); finished work is kept: "
+            "free some space and run the same command again"
+        )
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return InvalidRequestError(
+            f"{path} cannot be written ({error.strerror}); give a folder that you may write to (--out, out=)"
+        )
+    return InvalidRequestError(
+        f"{path} cannot be written ({error.strerror or error}); move away what is in its way, or give another folder "
+        "(--out, out=)"
+    )

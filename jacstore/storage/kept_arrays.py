@@ -1,0 +1,125 @@
+"""In: a kernel's folder and records. Out: the factorizations that solvers keep in it, their bytes, their removal.
+
+They save time and nothing else: all of them can be computed again from the kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from jacstore.base.events import silent
+from jacstore.base.schema import Open, typed
+from jacstore.errors import DamagedDataError, InvalidRequestError
+from jacstore.storage.files import Files, Folder
+from jacstore.storage.ledger import Ledger, Lock, sweep
+
+FACTORS = "factors"
+# The arrays of each method, below FACTORS.
+ARRAYS = {"cholesky": ("cholesky",), "eigh": ("eigenvalues", "eigenvectors")}
+NUMBER = 0  # of the one record of each kind
+# Range of the locks, apart from those of items and groups, so that starting a kernel anew waits for nobody's factor.
+LOCKS = {"cholesky": 2_000_000, "eigh": 2_000_001}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FactorRecord(Open):
+    """What the record of a factorization says: the kernel it is of, what was added to its diagonal, its norm, files."""
+
+    of: str
+    alpha: float | None
+    norm: float
+    files: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptFactorization:
+    """A factorization that is kept in the folder of a kernel.
+
+    Attributes
+    ----------
+    method
+        cholesky, for one alpha, or eigh, for any.
+    alpha
+        What was added to the diagonal; None for eigh, and where its record is missing or damaged.
+    bytes
+        Bytes of its files.
+    usable
+        Whether it is of the bytes that the kernel has now; if not, it is computed again and replaced when it is asked
+        for.
+    """
+
+    method: str
+    alpha: float | None
+    bytes: int
+    usable: bool
+
+
+def record_kind(method: str) -> str:
+    """Kind of the record of a method's factorization."""
+    return f"factor-{method}"
+
+
+def read_record(ledger: Ledger, method: str) -> FactorRecord | None:
+    """The record of a factorization; None if it is missing or damaged."""
+    with contextlib.suppress(DamagedDataError):
+        return typed(FactorRecord, ledger.read(record_kind(method), NUMBER))
+    return None
+
+
+def kept_factorizations(files: Files, ledger: Ledger, content: Callable[[], str]) -> list[KeptFactorization]:
+    """What is kept in a kernel's folder; `content` tells the hash of the bytes that the kernel has now."""
+    if not isinstance(files, Folder):
+        return []
+    found = []
+    for method in ARRAYS:
+        record, size = read_record(ledger, method), _size(files, method)
+        if record is not None or size:
+            usable = record is not None and record.of == content()
+            alpha = None if record is None else record.alpha
+            found.append(KeptFactorization(method=method, alpha=alpha, bytes=size, usable=usable))
+    return found
+
+
+def drop_factorizations(files: Folder, ledger: Ledger) -> None:
+    """Remove what is kept.
+
+    Raises
+    ------
+    LockedError
+        If another process is writing a factorization.
+    InvalidRequestError
+        If the folder cannot be written.
+    """
+    for method, lock in LOCKS.items():
+        with Lock(files, lock, lock, silent):
+            sweep(files, [record_kind(method)], [NUMBER])
+            # The record goes first: files without a record are never taken for a factorization.
+            ledger.forget(record_kind(method), NUMBER)
+            for array in ARRAYS[method]:
+                _remove_tree(files, f"{FACTORS}/{array}")
+    if not any((files.root / FACTORS / array).exists() for arrays in ARRAYS.values() for array in arrays):
+        _remove_tree(files, FACTORS)
+
+
+def _size(files: Folder, method: str) -> int:
+    """Bytes of a method's files; one that another process removes meanwhile has none."""
+    total = 0
+    for array in ARRAYS[method]:
+        for path in (files.root / FACTORS / array).rglob("*"):
+            with contextlib.suppress(FileNotFoundError):
+                total += path.stat().st_size if path.is_file() else 0
+    return total
+
+
+def _remove_tree(files: Folder, name: str) -> None:
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(files.inside(name))
+    except OSError as error:
+        raise InvalidRequestError(
+            f"{files.root / name} cannot be removed ({error.strerror}); check its permissions"
+        ) from error

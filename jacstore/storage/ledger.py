@@ -1,0 +1,338 @@
+"""In: what has been finished, and what was asked for. Out: records on disk, refusals, and locks.
+
+One small JSON file a finished piece of work. Only such a record makes work done; it is written last and in one step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jacstore.base import leaving, machine
+from jacstore.base.events import Listener, Noted, Waiting
+from jacstore.base.schema import Open, parse, short_hash, typed
+from jacstore.errors import (
+    DamagedDataError,
+    InvalidRequestError,
+    JacstoreError,
+    LockedError,
+    RequestMismatchError,
+    RunInterruptedError,
+)
+from jacstore.storage.files import Files, Folder, explain
+
+FORMAT_VERSION = 1
+FOLDER = "ledger"
+HEARTBEAT_SECONDS = 5.0
+# A lock of another host is dead after this long without a heartbeat, watched here: clocks of two hosts may differ.
+STALE_SECONDS = 60.0
+
+Record = TypeVar("Record")
+
+
+class Ledger:
+    """Records of a store or kernel.
+
+    Parameters
+    ----------
+    owner
+        What records belong to: one of another store, or of an earlier attempt with other choices, is not taken.
+    totals
+        How many pieces of work there are of each kind that is listed; a record beyond them counts for nothing.
+    sealed
+        Whether every record has a seal; those that an earlier version wrote have none.
+    """
+
+    def __init__(
+        self, files: Files, owner: str = "", totals: Mapping[str, int] | None = None, *, sealed: bool = False
+    ) -> None:
+        self.files, self.owner, self.totals, self.sealed = files, owner, totals or {}, sealed
+
+    def done(self, kind: str) -> list[int]:
+        """Numbers of the finished pieces of work of one kind, ascending."""
+        form = re.compile(rf"{re.escape(kind)}-([0-9]{{7,}})\.json")
+        matched = (form.fullmatch(name) for name in self.files.names(FOLDER))
+        numbers = {int(match[1]) for match in matched if match and record_name(kind, int(match[1])).endswith(match[0])}
+        return sorted(number for number in numbers if number < self.totals.get(kind, math.inf))
+
+    def record(self, kind: str, number: int, facts: Mapping[str, Any]) -> None:
+        """Mark a piece of work as finished."""
+        sealed = {**facts, "seal": self.seal(kind, number, facts)}
+        text = json.dumps(sealed, separators=(",", ":"), allow_nan=False)
+        self.files.publish(record_name(kind, number), text.encode())
+
+    def read(self, kind: str, number: int) -> dict[str, Any]:
+        """The record of a finished piece of work.
+
+        Raises
+        ------
+        DamagedDataError
+            If the record is missing, not JSON, or of something else.
+        """
+        found = read_json(self.files, record_name(kind, number))
+        there = self.sealed or "seal" in found
+        if found.pop("seal", None) != self.seal(kind, number, found) and there:
+            raise DamagedDataError(f"{record_name(kind, number)} is changed, or the record of something else")
+        return found
+
+    def seal(self, kind: str, number: int, facts: Mapping[str, Any]) -> str:
+        """A hash of a record and of what it belongs to."""
+        return short_hash([self.owner, kind, number, facts])
+
+    def forget(self, kind: str, number: int) -> None:
+        """Make a piece of work unfinished again."""
+        self.files.remove(record_name(kind, number))
+
+
+def readable(read: Callable[[int], Record], numbers: Iterable[int]) -> tuple[list[Record], list[int]]:
+    """The records that can be read, and the numbers of those that are damaged: a report goes on without them."""
+    found, damaged = [], []
+    for number in numbers:
+        try:
+            found.append(read(number))
+        except DamagedDataError:
+            damaged.append(number)
+    return found, damaged
+
+
+def sweep(files: Files, kinds: Iterable[str], numbers: Iterable[int]) -> None:
+    """Remove temporary records that a dead attempt at these pieces of work left."""
+    prefixes = {f".{kind}-{number:07d}.json." for kind in kinds for number in numbers}
+    for name in files.names(FOLDER):
+        stem, _, _ = name.removesuffix(".tmp").rpartition(".")
+        if name.endswith(".tmp") and stem + "." in prefixes:
+            files.remove(f"{FOLDER}/{name}")
+
+
+def record_name(kind: str, number: int) -> str:
+    """File of a record."""
+    return f"{FOLDER}/{kind}-{number:07d}.json"
+
+
+def read_json(files: Files, name: str) -> dict[str, Any]:
+    """A JSON object from a file of ours."""
+    try:
+        return parse(files.read(name), name)
+    except FileNotFoundError:
+        raise DamagedDataError(f"{name} is missing") from None
+
+
+def compare_requested(path: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Refuse to continue a job that was started from another request.
+
+    Raises
+    ------
+    RequestMismatchError
+        Naming every field that differs.
+    """
+    differences = []
+    for field in dict.fromkeys([*found, *wanted]):
+        before, now = found.get(field), wanted.get(field)
+        if before != now:
+            differences.append(f"{field}: {_brief(before)} -> {_brief(now)}")
+    if differences:
+        raise RequestMismatchError(
+            f"{path} was started from another request ({'; '.join(differences)}); repeat the first request, "
+            "choose another --out (out=), or start over with --overwrite (overwrite=True)"
+        )
+
+
+def _brief(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Owner(Open):
+    """Who holds a lock."""
+
+    host: str
+    boot: str
+    pid: int
+    start: str | None
+    token: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checksum(Open):
+    """What the record of a single file says."""
+
+    crc32c: int
+
+
+class Lock:
+    """A claim on a range of units or items, kept alive by a heartbeat.
+
+    The owner is named by host, boot, process id and process start. A lock whose owner is gone is taken over: at once on
+    this host, elsewhere only after its heartbeat has stood still for `STALE_SECONDS`.
+    """
+
+    def __init__(
+        self, folder: Folder, first: int, last: int, listener: Listener, stop: Callable[[], bool] = lambda: False
+    ) -> None:
+        self.files, self.folder = folder, folder.root / FOLDER
+        self.claim = {"first": first, "last": last}
+        self.path = folder.root / self.name(first, last)
+        self._listener, self._asked_to_stop = listener, stop
+        self._token = uuid.uuid4().hex
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._owner: dict[str, Any] = {}
+
+    @staticmethod
+    def name(first: int, last: int) -> str:
+        """File of the lock on a range."""
+        return f"{FOLDER}/lock-{first:07d}-{last:07d}.json"
+
+    def __enter__(self) -> Lock:
+        try:
+            self.files.inside(f"{FOLDER}/.guard").parent.mkdir(parents=True, exist_ok=True)
+            while not self._try_claim():
+                pass
+        except JacstoreError:
+            raise
+        except OSError as error:
+            raise explain(error, self.folder, 0) from error
+        if not self.files.locks and not self.files.said_so:
+            self.files.said_so = True
+            self._listener(
+                Noted(
+                    text=f"{self.files.root}: its file system has no file locks (flock); files that only one process "
+                    "can create serve instead"
+                )
+            )
+        self._thread = threading.Thread(target=self._beat, name="jacstore-heartbeat", daemon=True)
+        self._thread.start()
+        leaving.holds(self, self._release)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        leaving.gave_up(self)
+        self._release()
+
+    def _release(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        with contextlib.suppress(OSError, InvalidRequestError):
+            owner = self._read(self.path)
+            if owner is not None and owner.token == self._token:
+                self.path.unlink(missing_ok=True)
+
+    def _try_claim(self) -> bool:
+        """Claim unless somebody alive holds an overlapping range; wait for what cannot be judged from here."""
+        with self._guard():
+            remote = [path for path in self._overlapping() if not self._take_over(path)]
+            if not remote:
+                self._write()
+                return True
+        for path in remote:
+            owner = self._watch(path)
+            with self._guard():
+                # Somebody else may have watched it too and taken it over by now.
+                if self._bytes(path) == owner:
+                    path.unlink(missing_ok=True)
+        return False
+
+    @contextlib.contextmanager
+    def _guard(self) -> Iterator[None]:
+        """One process of this host at a time examines and writes locks."""
+        with self.files.guard(f"{FOLDER}/.guard"):
+            yield
+
+    def _overlapping(self) -> list[Path]:
+        found = []
+        for path in sorted(self.folder.glob("lock-*.json")):
+            matched = re.fullmatch(r"lock-([0-9]{7,19})-([0-9]{7,19})\.json", path.name)
+            if matched and int(matched[1]) <= self.claim["last"] and self.claim["first"] <= int(matched[2]):
+                found.append(path)
+        return found
+
+    def _bytes(self, path: Path) -> bytes:
+        """What a lock says; nothing if it is gone."""
+        try:
+            return self.files.read(f"{FOLDER}/{path.name}")
+        except FileNotFoundError:
+            return b""
+
+    def _read(self, path: Path) -> Owner | None:
+        """Who a lock names; None if it is gone or torn."""
+        try:
+            return typed(Owner, parse(self._bytes(path), path.name), path.name)
+        except DamagedDataError:
+            return None
+
+    def _take_over(self, path: Path) -> bool:
+        """Remove the lock of a dead owner on this host; False if the owner is on another host."""
+        owner = self._read(path)
+        if owner is None:
+            # Torn: its writer died between creating and filling it.
+            path.unlink(missing_ok=True)
+            return True
+        if owner.host != machine.hostname():
+            return False
+        started = machine.process_start(owner.pid)
+        if owner.boot == machine.boot_id() and started is not None and started == owner.start:
+            raise LockedError(
+                f"{path.parent.parent} is being worked on by process {owner.pid} on this host; wait for it, "
+                "stop it, or work on another part (--part I/N, part=)"
+            )
+        path.unlink(missing_ok=True)
+        return True
+
+    def _watch(self, path: Path) -> bytes:
+        """Wait until a foreign lock is gone or its heartbeat has stood still long enough; return what it said."""
+        owner = self._bytes(path)
+        named = self._read(path)
+        if named is None:
+            return owner
+        host = named.host
+        self._listener(
+            Waiting(reason=f"{path.name} was left by host {host}; waiting {STALE_SECONDS:.0f} s for its heartbeat")
+        )
+        until = time.monotonic() + STALE_SECONDS
+        while time.monotonic() < until:
+            if self._asked_to_stop():
+                raise RunInterruptedError("interrupted while waiting for a lock")
+            if not path.exists():
+                return owner
+            if self._bytes(path) != owner:
+                raise LockedError(
+                    f"{path.parent.parent} is being worked on by host {host}; wait for it or stop it there"
+                )
+            time.sleep(min(0.2, STALE_SECONDS))
+        return owner
+
+    def _write(self) -> None:
+        pid = os.getpid()
+        owner = {
+            "host": machine.hostname(),
+            "boot": machine.boot_id(),
+            "pid": pid,
+            "start": machine.process_start(pid),
+            "token": self._token,
+            "beat": 0,
+        } | self.claim
+        self._owner = owner
+        self._replace()
+
+    def _replace(self) -> None:
+        temporary = self.path.with_name(f".{self.path.name}.{self._token[:8]}.tmp")
+        temporary.write_text(json.dumps(self._owner))
+        os.replace(temporary, self.path)
+
+    def _beat(self) -> None:
+        while not self._stop.wait(HEARTBEAT_SECONDS):
+            self._owner["beat"] += 1
+            with contextlib.suppress(OSError):
+                self._replace()

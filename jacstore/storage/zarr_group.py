@@ -1,0 +1,248 @@
+"""Create and open Zarr v3 groups on disk; the root metadata is written last and makes a group exist."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import operator
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import zarr
+from zarr.codecs import BloscCodec, Crc32cCodec
+
+from jacstore.base.events import Listener
+from jacstore.base.limits import MAX_ITEMS
+from jacstore.base.schema import short_hash
+from jacstore.errors import DamagedDataError, InvalidRequestError, JacstoreError
+from jacstore.storage.chunks import BLOSC_LEVELS, ArrayLayout
+from jacstore.storage.files import Files, Folder, Memory, clear_folder, explain, sync_path
+from jacstore.storage.ledger import FOLDER, FORMAT_VERSION, Lock, read_json
+
+ROOT = "zarr.json"
+KINDS = ("store", "kernel")
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides the numbers and the bytes."""
+    found = {"python": platform.python_version()}
+    for package in ("jacstore", "numpy", "jax", "zarr", "numcodecs", "dask", "torch"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def create(
+    files: Files, layouts: Sequence[ArrayLayout], attributes: dict[str, Any], groups: Sequence[str] = ()
+) -> None:
+    """Make the arrays, then the root group with its attributes. In RAM only the attributes are kept."""
+    attributes = {"format_version": FORMAT_VERSION, "sealed": True, **attributes}
+    attributes["checksum"] = {"of": sorted(attributes), "blake2b": short_hash(attributes)}
+    if isinstance(files, Folder):
+        # The ledger is a group too: readers would warn of a folder that is none.
+        try:
+            for group in (FOLDER, *groups):
+                if files.size(f"{group}/{ROOT}") is None:
+                    zarr.create_group(files.about_to_create(f"{group}/{ROOT}").parent, zarr_format=3)
+            for layout in layouts:
+                _create_array(files.about_to_create(f"{layout.name}/{ROOT}").parent, layout)
+            _flush_metadata(files.root)
+            # Zarr writes the root's metadata by rename, so a reader sees all of it or none.
+            zarr.create_group(files.about_to_create(ROOT).parent, zarr_format=3, attributes=attributes)
+            _flush_metadata(files.root)
+        except JacstoreError:
+            raise
+        except OSError as error:
+            raise explain(error, files.root, 0) from error
+    else:
+        files.publish(ROOT, json.dumps({"attributes": attributes}).encode())
+
+
+def add(files: Folder, group: str, layouts: Sequence[ArrayLayout]) -> None:
+    """Make arrays anew below a group of a finished store or kernel; their names begin with the group's."""
+    try:
+        if files.size(f"{group}/{ROOT}") is None:
+            zarr.create_group(files.about_to_create(f"{group}/{ROOT}").parent, zarr_format=3)
+        for layout in layouts:
+            _create_array(files.about_to_create(f"{layout.name}/{ROOT}").parent, layout)
+        _flush_metadata(files.root / group)
+    except JacstoreError:
+        raise
+    except OSError as error:
+        raise explain(error, files.root / group, 0) from error
+
+
+def _create_array(path: Path, layout: ArrayLayout) -> None:
+    compressors: list[Any] = []
+    if layout.codec != "none":
+        # A string: the enumeration of names is callable in some versions of zarr and not in others.
+        name: Any = layout.codec
+        compressors.append(BloscCodec(cname=name, clevel=BLOSC_LEVELS[layout.codec], shuffle="bitshuffle"))
+    file_shape = tuple(p * n for p, n in zip(layout.piece, layout.per_file, strict=True))
+    zarr.create_array(
+        path,
+        shape=layout.shape,
+        chunks=layout.piece,
+        shards=file_shape if layout.sharded else None,
+        dtype=layout.dtype,
+        fill_value=layout.fill,
+        compressors=[*compressors, Crc32cCodec()],
+        filters=None,
+        dimension_names=layout.dimensions,
+        zarr_format=3,
+        overwrite=True,
+    )
+
+
+def _flush_metadata(root: Path) -> None:
+    for path in [*root.rglob(ROOT), root]:
+        sync_path(path)
+        sync_path(path.parent)
+
+
+def read_attributes(files: Files, where: str) -> dict[str, Any]:
+    """Attributes of a store or kernel.
+
+    Raises
+    ------
+    InvalidRequestError
+        If there is nothing, if it is not ours, or if a newer version wrote it.
+    """
+    if files.size(ROOT) is None:
+        raise InvalidRequestError(f"{where}: no jacstore store or kernel here (no {ROOT}); check the path")
+    attributes = read_json(files, ROOT).get("attributes")
+    if not isinstance(attributes, dict) or attributes.get("kind") not in KINDS:
+        raise InvalidRequestError(f"{where}: this Zarr group is not a jacstore store or kernel; check the path")
+    found = attributes.get("format_version")
+    if type(found) is not int or found > FORMAT_VERSION:
+        raise InvalidRequestError(
+            f"{where}: format version {found}, this jacstore reads up to {FORMAT_VERSION}; upgrade jacstore"
+        )
+    try:
+        checked = attributes["checksum"]
+        guarded: dict[str, Any] = {key: attributes[key] for key in checked["of"]}
+        intact = short_hash(guarded) == checked["blake2b"]
+    except (KeyError, TypeError):
+        intact = False
+    if not intact:
+        raise DamagedDataError(f"{where}: the attributes in {ROOT} differ from their checksum")
+    # Others may have added attributes of their own; no checksum guards those.
+    return guarded
+
+
+def place(out: str | Path | None, memory: int) -> Files:
+    """Where a store or kernel lives: a folder, or RAM for None and `memory://`."""
+    return Memory(memory) if out is None or str(out) == "memory://" else Folder(out)
+
+
+@contextlib.contextmanager
+def creating(files: Files, where: str, known: Sequence[str], overwrite: bool, listener: Listener) -> Iterator[None]:
+    """Hold the right to create: one process at a time examines, clears or makes the root.
+
+    Raises
+    ------
+    InvalidRequestError
+        If the folder holds anything that jacstore did not make.
+    """
+    if not isinstance(files, Folder):
+        yield
+        return
+    try:
+        if overwrite and files.root.exists():
+            _clear(files, where, known, listener)
+        for name in _refuse_foreign(files, where, known):
+            files.remove(name)
+        files.inside(f"{FOLDER}/.creating").parent.mkdir(parents=True, exist_ok=True)
+    except JacstoreError:
+        raise
+    except OSError as error:
+        raise InvalidRequestError(
+            f"{where} cannot be written ({error.strerror}); give another folder (--out, out=)"
+        ) from error
+    with files.guard(f"{FOLDER}/.creating"):
+        yield
+
+
+def begun(out: str | Path | None, memory: int, known: Sequence[str]) -> Folder | None:
+    """What a run would continue, looked at without writing; None where it would begin.
+
+    Raises
+    ------
+    InvalidRequestError
+        If the folder holds anything that jacstore did not make.
+    """
+    files = place(out, memory)
+    if not isinstance(files, Folder):
+        return None
+    _refuse_foreign(files, str(out), known)
+    return None if files.size(ROOT) is None else files
+
+
+def _refuse_foreign(files: Folder, where: str, known: Sequence[str]) -> set[str]:
+    """Refuse a folder of others; returns what a kill at the last moment of a creation left, Zarr's temporary file."""
+    dead: set[str] = set()
+    if files.root.is_dir():
+        names = {entry.name for entry in os.scandir(files.root)}
+        dead = {name for name in names if name.startswith("zarr.") and name.endswith(".partial")}
+        foreign = sorted(names - dead - {*known, FOLDER, ROOT})
+        if foreign:
+            raise InvalidRequestError(
+                f"{where} holds {foreign[0]!r}, not written by jacstore; give another folder (--out, out=)"
+            )
+    elif files.root.exists():
+        raise InvalidRequestError(f"{where} is a file; give a folder that is new or empty (--out, out=)")
+    return dead
+
+
+def _clear(files: Folder, where: str, known: Sequence[str], listener: Listener) -> None:
+    """Delete what `--overwrite` replaces, unless somebody alive works on it."""
+    _refuse_foreign(files, where, known)
+    if files.size(ROOT) is not None:
+        read_attributes(files, where)
+    with Lock(files, 0, 10**7 - 1, listener):
+        clear_folder(files.root, ROOT)
+
+
+def parse_pair(given: tuple[int, int] | str | None, separator: str, flag: str, form: str) -> tuple[int, int] | None:
+    """Two integers from `A:B`, `I/N` or a pair."""
+    if given is None:
+        return None
+    try:
+        first, second = (int(x) for x in (given.split(separator) if isinstance(given, str) else given))
+    except (ValueError, TypeError):
+        raise InvalidRequestError(
+            f"{flag} {given}: allowed is {form} with two integers ({flag.lstrip('-')}=)"
+        ) from None
+    return first, second
+
+
+def parse_part(given: tuple[int, int] | str | None) -> tuple[int, int]:
+    """Part I of N, counted from 1."""
+    number, parts = parse_pair(given, "/", "--part", "I/N") or (1, 1)
+    if not 1 <= number <= parts:
+        raise InvalidRequestError(
+            f"--part {number}/{parts}: allowed are 1/{max(parts, 1)} to {max(parts, 1)}/{max(parts, 1)} (part=)"
+        )
+    if parts > MAX_ITEMS:
+        raise InvalidRequestError(
+            f"--part {number}/{parts}: at most {MAX_ITEMS:,} parts are allowed; give a smaller N (part=)"
+        )
+    return number, parts
+
+
+def parse_count(given: int | None, flag: str) -> int | None:
+    """An integer of at least 1, of whatever integer type; None stays None."""
+    if given is None:
+        return None
+    try:
+        number = 0 if isinstance(given, bool) else operator.index(given)
+    except TypeError:
+        number = 0
+    if number < 1:
+        keyword = flag.lstrip("-").replace("-", "_")
+        raise InvalidRequestError(f"{flag} {given}: must be an integer of at least 1 ({keyword}=)")
+    return number

@@ -1,0 +1,143 @@
+"""In: the operands of a step's leaves for a range of examples. Out: their part of the kernel, added to accumulators.
+
+Leaves that are one product of one input and one cotangent are brought together first: those that share cotangents, such
+as a weight and its bias, are one product of joined inputs, and nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jacstore.terms.kinds import Dense, Dot, Leaf
+from jacstore.terms.row_products import own_products, products
+
+
+class FactorSet:
+    """Factors of some leaves for consecutive examples.
+
+    Parameters
+    ----------
+    leaves
+        Factored leaves that are contracted implicitly.
+    operands
+        Their operands `(n, ...)`, in the type of the products.
+    """
+
+    def __init__(self, leaves: Sequence[Leaf], operands: Mapping[str, np.ndarray]) -> None:
+        joined: dict[str, list[tuple[Dot, float]]] = {}
+        self.others: list[Leaf] = []
+        for leaf in leaves:
+            term = leaf.terms[0]
+            assert not isinstance(term, Dense)
+            if len(leaf.terms) == 1 and isinstance(term, Dot) and operands[term.cotangents].shape[2:4] == (1, 1):
+                joined.setdefault(term.cotangents, []).append((term, term.scale))
+            else:
+                self.others.append(leaf)
+        self.n_examples = len(next(iter(operands.values())))
+        # (inputs (n, C), cotangents (n, K, D)) with all scales in the inputs
+        self.simple = [(self._joined(terms, operands), _flat_outputs(operands[name])) for name, terms in joined.items()]
+        names = {name for leaf in self.others for name in leaf.operands}
+        self.operands = {name: operands[name] for name in names}
+        cotangents = {term.cotangents for leaf in leaves for term in leaf.terms if not isinstance(term, Dense)}
+        self.n_outputs = operands[min(cotangents)].shape[1]
+        # Positions, or pixels, whose products are formed in pairs.
+        self.positions = max(
+            (math.prod(o.shape[2 if name in cotangents else 1 : -1]) for name, o in self.operands.items()), default=1
+        )
+
+    def _joined(self, terms: list[tuple[Dot, float]], operands: Mapping[str, np.ndarray]) -> np.ndarray | None:
+        """Inputs of leaves that share cotangents side by side; None for a lone bias."""
+        if len(terms) == 1 and terms[0][0].inputs is None and terms[0][1] == 1:
+            return None
+        parts = []
+        for term, scale in terms:
+            dtype = operands[term.cotangents].dtype
+            part = np.ones((self.n_examples, 1), dtype) if term.inputs is None else operands[term.inputs][:, 0, 0]
+            parts.append(part if scale == 1 else part * dtype.type(scale))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, -1)
+
+    def block_examples(self, numbers: int) -> int:
+        """Examples a side of a block whose products of pairs are about `numbers` numbers."""
+        side = math.isqrt(numbers)
+        return max(1, side // (self.n_outputs * (self.positions if self.others else 1)))
+
+    def block(self, numbers: int) -> tuple[int, int]:
+        """Examples down and along of a block for a core's cache, whose products are about `numbers` numbers.
+
+        A lone position's products are plain matrix products: they are fastest, and summed fastest, in wide strips of
+        twice as many numbers.
+        """
+        if self.others:
+            return self.block_examples(numbers), self.block_examples(numbers)
+        side = self.block_examples(2 * numbers)
+        return max(1, side // 2), 2 * side
+
+    def on_device(self, put: Callable[[np.ndarray], Any]) -> FactorSet:
+        """The same factors where `put` brings arrays."""
+        moved = copy.copy(self)
+        moved.simple = [(None if a is None else put(a), put(d)) for a, d in self.simple]
+        moved.operands = {name: put(values) for name, values in self.operands.items()}
+        return moved
+
+    def parts(
+        self,
+        mode: str,
+        left: slice,
+        other: FactorSet,
+        right: slice,
+        xp: Any = np,
+        matmul: Callable[[int, Any, Any], Any] | None = None,
+    ) -> Iterator[Any]:
+        """Products of examples `left` with examples `right` of `other`, leaf by leaf, in the form of `block_view`.
+
+        `matmul` multiplies two matrices into buffer 0 or 1; what is yielded is then good until the next part.
+        """
+        matmul = matmul or (lambda _, x, y: xp.matmul(x, y))
+        for (a, d), (b, e) in zip(self.simple, other.simple, strict=True):
+            along = _along(mode, d[left], e[right], matmul)
+            if a is not None and b is not None:
+                inside = matmul(1, a[left], b[right].T)
+                along *= inside[:, None, :, None] if along.ndim == 4 else inside
+            yield along
+        mine = {name: values[left] for name, values in self.operands.items()}
+        others = {name: values[right] for name, values in other.operands.items()}
+        across: dict[Any, Any] = {}
+        for leaf in self.others:
+            part = products(leaf, mine, others, mode, xp, across)
+            yield part[:, 0, :, 0] if mode == "trace" else part
+
+    def own_parts(self, rows: slice, xp: Any = np) -> Iterator[Any]:
+        """Products of each example with itself, `(n, K, K)`, leaf by leaf."""
+        for a, d in self.simple:
+            own = xp.matmul(d[rows], d[rows].transpose(0, 2, 1))
+            yield own if a is None else own * xp.square(a[rows]).sum(-1)[:, None, None]
+        mine = {name: values[rows] for name, values in self.operands.items()}
+        for leaf in self.others:
+            yield own_products(leaf, mine, xp)
+
+
+def _flat_outputs(cotangents: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(cotangents[:, :, 0, 0])
+
+
+def _along(mode: str, d: Any, e: Any, matmul: Callable[[int, Any, Any], Any]) -> Any:
+    """Products of cotangents `(n, K, D)`: `(n, K, m, K)`, the trace `(n, m)`, or `(K, n, m)`."""
+    (n, k, width), m = d.shape, len(e)
+    if mode == "full":
+        return matmul(0, d.reshape(n * k, width), e.reshape(m * k, width).T).reshape(n, k, m, k)
+    if mode == "trace":
+        return matmul(0, d.reshape(n, k * width), e.reshape(m, k * width).T)
+    return matmul(0, d.transpose(1, 0, 2), e.transpose(1, 2, 0))
+
+
+def block_view(mode: str, total: np.ndarray, i: slice, j: slice, n_outputs: int) -> np.ndarray:
+    """The part of an accumulator that belongs to a block of pairs, as a view."""
+    if mode == "full":
+        shape = (total.shape[0] // n_outputs, n_outputs, total.shape[1] // n_outputs, n_outputs)
+        return total.reshape(shape)[i, :, j]
+    return total[i, j] if mode == "trace" else total[:, i, j]

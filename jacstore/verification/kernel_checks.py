@@ -1,0 +1,203 @@
+"""In: a kernel and, if it is there, its store. Out: checks of every tile, and of the whole against what is stored.
+
+Tiles are read once: every byte, symmetry, the diagonal against the exact norms, random entries, and products of tiles
+with random weights against `J (Jᵀ z)`, which find any wrong tile with probability near 1 and name it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from jacstore.errors import DamagedDataError, JacstoreError
+from jacstore.kernels.diagonal import Diagonal, diagonal_of
+from jacstore.kernels.kernel import Kernel
+from jacstore.store.norms import stored_norms
+from jacstore.store.reader import JacobianStore
+from jacstore.verification.eigenvalue_checks import eigenvalues
+from jacstore.verification.reference import Found, Wanted, stream
+from jacstore.verification.report import Check, Tally, skipped
+from jacstore.verification.tile_checks import EntryBounds, Expected, Seen, TileChecks, outer_norms, squared_norms
+
+VALUES = ("diagonal", "entries", "products with random weights")
+# Ranges of tiles that weights are restricted to; more would cost more than they tell.
+MOST_RANGES = 64
+
+
+class KernelChecks:
+    """Checks of a kernel; `stores` are those of its rows and columns, or None with the reason in `why`.
+
+    Attributes
+    ----------
+    seen
+        What reading the tiles has shown, those found wrong among it.
+    store_fault
+        Why the store could not be read, if so.
+    """
+
+    def __init__(self, kernel: Kernel, stores: list[JacobianStore] | None, why: str, memory: int) -> None:
+        self.kernel, self.stores, self.why, self.memory = kernel, stores, why, memory
+        self.plan = kernel.plan
+        self.seen = Seen()
+        self.store_fault = ""
+        self.bounds = EntryBounds.of(kernel, stores or [])
+
+    def run(self, samples: int, draw: np.random.Generator) -> Iterator[Check]:
+        records = self._records()
+        yield records
+        expected, why = self._expected(samples, draw)
+        tallies = {name: Tally(name) for name in ("checksums", "symmetry", "diagonal", "entries")}
+        weighted = Tally(VALUES[2])
+        for index in range(len(self.kernel.layouts)):
+            tiles = TileChecks(
+                self.kernel, index, expected[index] if expected else None, self.bounds, self.seen, tallies
+            )
+            for i, j in self._tiles(index):
+                tiles.read(i, j)
+            tiles.compare(weighted)
+        yield tallies["checksums"].done()
+        symmetric = self.plan.symmetric
+        yield tallies["symmetry"].done() if symmetric else skipped("symmetry", "the kernel is between two stores")
+        for tally in (tallies["diagonal"], tallies["entries"], weighted):
+            if expected is None:
+                yield skipped(tally.name, why)
+            elif tally.name == "diagonal" and not symmetric:
+                yield skipped(tally.name, "the kernel is between two stores")
+            else:
+                yield tally.done()
+        yield from eigenvalues(self.kernel, self.seen, self.bounds, self.stores, draw)
+
+    def _tiles(self, index: int) -> Iterator[tuple[int, int]]:
+        done = set(self.kernel.ledger.done("tiles"))
+        for number, group in enumerate(self.plan.groups):
+            if number * len(self.kernel.layouts) + index in done:
+                yield from self.plan.tiles_of(group)
+
+    def _records(self) -> Check:
+        """Every tile has a record, and records list the files that there have to be, no others."""
+        kernel, tally = self.kernel, Tally("records")
+        done = set(kernel.ledger.done("tiles"))
+        for number in range(len(self.plan.groups) * len(kernel.layouts)):
+            group, what = self.plan.groups[number // len(kernel.layouts)], ""
+            expected = {name for names in kernel.files_of(number).values() for name in names}
+            if number not in done:
+                what = "has no record"
+            else:
+                try:
+                    listed = kernel.ledger.read("tiles", number)["files"]
+                    if set(listed) != expected:
+                        what = f"has a record without {min(expected - set(listed), default='')!r}"
+                except (DamagedDataError, KeyError, TypeError) as error:
+                    what = f"has a damaged record ({error})"
+            if what:
+                tally.fault(
+                    f"{kernel.path}: the group of tiles {group.rows} x {group.cols} {what}; run the same gram again"
+                )
+        return tally.done()
+
+    def _expected(self, samples: int, draw: np.random.Generator) -> tuple[list[Expected] | None, str]:
+        """What each array should give for random weights and entries, from the stores; None and why not."""
+        if self.stores is None:
+            return None, self.why
+        try:
+            arrays = len(self.kernel.layouts)
+            return [self._expected_of(index, -(-samples // arrays), draw) for index in range(arrays)], ""
+        except JacstoreError as error:
+            self.store_fault = str(error)
+            return None, "the store cannot be read"
+
+    def _expected_of(self, index: int, samples: int, draw: np.random.Generator) -> Expected:
+        assert self.stores is not None
+        rows, cols = self.stores[0], self.stores[-1]
+        m, k = cols.n_examples, rows.n_outputs
+        known = [set(store.nonfinite_examples) for store in (rows, cols)]
+        weights = draw.choice([-1.0, 1.0], (m, k)) * draw.uniform(0.5, 1.5, (m, k))
+        if self.plan.mode == "trace":
+            weights[:] = weights[:, :1]
+        weights[sorted(known[1])] = 0
+        tiles = self.plan.grid[1]
+        width = -(-tiles // MOST_RANGES)
+        spans = [(a, min(a + width, tiles)) for a in range(0, tiles, width)]
+        ranges = tuple(self.plan.cols.examples(self.plan.tile, a, b) for a, b in spans)
+        entries = self._chosen(samples, known, draw)
+        leaves = [index] if self.kernel.leaves else None
+        wanted = Wanted(mode=self.plan.mode, weights=weights, ranges=ranges, entries=entries)
+        norms = [squared_norms(store, index if leaves else None) for store in (rows, cols)]
+        found = stream(rows, cols, wanted, self.memory, leaves)
+        if self.kernel.exact_diagonal:
+            self._exchange_diagonal(found, wanted, spans, leaves)
+        return Expected(
+            wanted=wanted,
+            found=found,
+            norms=(norms[0], norms[1]),
+            spans=spans,
+            known=(known[0], known[1]),
+            diagonal=Diagonal(rows, self.kernel) if self.plan.symmetric else None,
+        )
+
+    def _exchange_diagonal(
+        self, found: Found, wanted: Wanted, spans: list[tuple[int, int]], leaves: list[int] | None
+    ) -> None:
+        """Account for a diagonal of exact norms where that of the stored rows would be."""
+        assert self.stores is not None
+        store = self.stores[0]
+        for unit in range(store.n_units):
+            start, stop = store.unit_range(unit)
+            difference = np.zeros((stop - start, store.n_outputs))
+            for index in leaves or range(len(store.leaves)):
+                leaf = store.leaves[index]
+                difference += store.norms[start:stop, :, index] - stored_norms(store, leaf, start, stop, self.memory)
+            change = np.nan_to_num(difference) * wanted.weights[start:stop]
+            if wanted.mode == "trace":
+                change = change.sum(1, keepdims=True)
+            for n in range(start, stop):
+                span = next(at for at, (_, b) in enumerate(spans) if n // self.plan.tile < b)
+                found.products[n, :, 0 if wanted.mode == "blocks" else span] += change[n - start]
+
+    def _chosen(
+        self, samples: int, known: list[set[int]], draw: np.random.Generator
+    ) -> tuple[tuple[int, int, int, int], ...]:
+        """Random entries (n, k, m, l) of tiles that are stored."""
+        rows, cols = self.plan.rows.n_examples, self.plan.cols.n_examples
+        found = []
+        for _ in range(samples):
+            n, m = int(draw.integers(rows)), int(draw.integers(cols))
+            k, o = (int(x) for x in draw.integers(self.plan.n_outputs, size=2))
+            if self.plan.symmetric and n // self.plan.tile > m // self.plan.tile:
+                n, m = m, n
+            if self.plan.mode == "blocks":
+                m = n
+            if self.plan.mode == "trace":
+                k = o = 0
+            if n not in known[0] and m not in known[1]:
+                found.append((n, k, m, k if self.plan.mode == "diagonal" else o))
+        return tuple(found)
+
+    def differences(self, again: Kernel) -> Iterator[tuple[tuple[int, int, int], float, float]]:
+        """For each tile the difference from another kernel that is largest against its bound, and that bound.
+
+        Both are relative to the norms. The other kernel is one of the same stores.
+        """
+        assert self.stores is not None
+        known = [set(store.nonfinite_examples) for store in (self.stores[0], self.stores[-1])]
+        for index in range(len(self.kernel.layouts)):
+            left, right = (
+                np.sqrt(squared_norms(store, index if self.kernel.leaves else None))
+                for store in (self.stores[0], self.stores[-1])
+            )
+            for i, j in self._tiles(index):
+                if self.seen.bad.get((index, i, j)) is False:
+                    continue
+                right_one = again.read_tile(index, i, j)
+                off = np.abs(self.kernel.read_tile(index, i, j) - right_one)
+                if self.kernel.exact_diagonal and i == j:
+                    diagonal_of(off)[...] = 0
+                a, b = self.plan.rows.examples(self.plan.tile, i, i + 1)
+                c, d = self.plan.cols.examples(self.plan.tile, j, j + 1)
+                one, other = left[a:b].copy(), right[c:d].copy()
+                one[[n - a for n in known[0] if a <= n < b]] = np.inf
+                other[[n - c for n in known[1] if c <= n < d]] = np.inf
+                scale = outer_norms(self.kernel.mode, one, other)
+                off = np.where(np.isfinite(scale), off, 0.0)
+                yield (index, i, j), *self.bounds.worst(off, scale, self.bounds.error, np.abs(right_one))

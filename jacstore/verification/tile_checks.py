@@ -1,0 +1,257 @@
+"""In: tiles of a kernel, as they are read, and what the stores say they should give. Out: what each is found to be."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jacstore.base.precision import ROUNDOFF, SIGMAS, product_bound, rounding_error, squares_bound
+from jacstore.errors import DamagedDataError
+from jacstore.kernels.diagonal import Diagonal, diagonal_of, longest_sum
+from jacstore.kernels.kernel import Kernel
+from jacstore.store.reader import JacobianStore
+from jacstore.verification.reference import Found, Wanted
+from jacstore.verification.report import Tally
+
+# What `J (Jᵀ z)` in float64 is off itself.
+REFERENCE = 64 * ROUNDOFF["float64"]
+
+
+@dataclass(kw_only=True)
+class Seen:
+    """What reading a kernel's tiles has shown: tiles (array, i, j) found wrong, True where bytes are as recorded."""
+
+    bad: dict[tuple[int, int, int], bool] = field(default_factory=dict)
+    frobenius: float = 0.0
+    largest_norm: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntryBounds:
+    """Errors that add up in a right entry against the stored rows: relative to `sqrt(G_ii G_jj)`, and to `|G_ij|`.
+
+    The second is that of rows which are nearly parallel: their products are of one sign, so that partial sums are as
+    large as the entry and roundings may all go to one side, as they do on the diagonal.
+    """
+
+    error: float
+    one_sided: float
+
+    @classmethod
+    def of(cls, kernel: Kernel, stores: list[JacobianStore]) -> EntryBounds:
+        """Those of a kernel's precision and of its stores' rounding; worst cases where there is no store."""
+        columns = longest_sum(stores[0]) if stores else 2**31
+        amplified = max((store.rounding["amplification"] for store in stores), default=1.0)
+        error = product_bound(kernel.precision, kernel.engine, columns) * amplified + ROUNDOFF[kernel.dtype.name]
+        if kernel.rounded_to:
+            error += max((rounding_error(kernel.rounded_to, store.rounding)[0] for store in stores), default=1.0)
+        return cls(error=error, one_sided=squares_bound(kernel.precision, kernel.engine, columns) * amplified)
+
+    def worst(self, off: np.ndarray, scale: np.ndarray, error: float, size: np.ndarray) -> tuple[float, float]:
+        """The difference that is largest against its bound, and the bound, both relative to `scale`.
+
+        A difference may be `error` of the scale and `one_sided` of the size.
+        """
+        scale = np.where(scale > 0, scale, np.finfo(float).tiny)
+        figures = np.where(off == 0, 0.0, off / scale)
+        bounds = error + self.one_sided * np.where(np.isfinite(size), size / scale, 1.0)
+        if not figures.size:
+            return 0.0, error
+        at = np.unravel_index(np.argmax(figures / bounds), figures.shape)
+        return float(figures[at]), float(bounds[at])
+
+
+class Expected:
+    """What the tiles of one array should give."""
+
+    def __init__(
+        self,
+        *,
+        wanted: Wanted,
+        found: Found,
+        norms: tuple[np.ndarray, np.ndarray],
+        spans: list[tuple[int, int]],
+        known: tuple[set[int], set[int]],
+        diagonal: Diagonal | None,
+    ) -> None:
+        self.wanted, self.found, self.norms, self.spans, self.known = wanted, found, norms, spans, known
+        self.diagonal = diagonal
+        self.products, self.squares = np.zeros_like(found.products), np.zeros_like(found.products)
+
+    def scales(self, mode: str) -> tuple[np.ndarray, np.ndarray]:
+        """`(N, K)` norms of rows and of columns, K = 1 for trace."""
+        left, right = self.norms
+        return (left.sum(1, keepdims=True), right.sum(1, keepdims=True)) if mode == "trace" else (left, right)
+
+
+class TileChecks:
+    """Tiles of one array as they are read."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        index: int,
+        expected: Expected | None,
+        bounds: EntryBounds,
+        seen: Seen,
+        tallies: dict[str, Tally],
+    ) -> None:
+        self.kernel, self.index, self.expected, self.bounds = kernel, index, expected, bounds
+        self.seen, self.tallies, self.plan = seen, tallies, kernel.plan
+
+    def read(self, i: int, j: int) -> None:
+        """Check the bytes of a tile, then what can be said of it alone."""
+        where = f"{self.kernel.path}: {self.kernel.named(self.index, i, j)}"
+        try:
+            tile, mirror = self.kernel.checked_tile(self.index, i, j)
+        except DamagedDataError as error:
+            self.tallies["checksums"].fault(f"{where}: {error}; run the same gram again to recompute this tile")
+            self._wrong(i, j, False)
+            return
+        pairs = [(tile, mirror)] if mirror is not None else []
+        if self.plan.symmetric and i == j:
+            pairs.append((tile, np.swapaxes(tile, -1, -2)))
+        for one, other in pairs:
+            if not np.array_equal(_bits(one), _bits(other)):
+                self.tallies["symmetry"].fault(f"{where} is not the mirror of its counterpart")
+                self._wrong(i, j, True)
+        tile = np.asarray(tile, np.float64)
+        times = 2 if self.plan.symmetric and i != j else 1
+        squares = np.square(tile)
+        self.seen.frobenius += times * float(squares.sum())
+        if self.plan.symmetric and i == j:
+            self.seen.largest_norm = max(self.seen.largest_norm, float(diagonal_of(tile).max(initial=0)))
+        if self.expected is not None:
+            self._diagonal(self.expected, i, j, tile, where)
+            self._entries(self.expected, i, j, tile, where)
+            self._multiply(self.expected.products, i, j, tile, self.expected.wanted.weights)
+            # What roundings of the products to one side may amount to: weights have random signs.
+            self._multiply(self.expected.squares, i, j, squares, np.square(self.expected.wanted.weights))
+
+    def _wrong(self, i: int, j: int, as_recorded: bool) -> None:
+        self.seen.bad[self.index, i, j] = as_recorded
+
+    def _diagonal(self, expected: Expected, i: int, j: int, tile: np.ndarray, where: str) -> None:
+        if expected.diagonal is None or i != j:
+            return
+        figure, bound, what = expected.diagonal.compare(self.index, i, tile)
+        tally = self.tallies["diagonal"]
+        if not tally.see(figure, bound, f"{where}: {what}"):
+            self._wrong(i, j, True)
+
+    def _entries(self, expected: Expected, i: int, j: int, tile: np.ndarray, where: str) -> None:
+        a, b = self.plan.rows.examples(self.plan.tile, i, i + 1)
+        c, d = self.plan.cols.examples(self.plan.tile, j, j + 1)
+        scales = expected.scales(self.plan.mode)
+        for at, (n, k, m, o) in enumerate(expected.wanted.entries):
+            if not (a <= n < b and c <= m < d) or (self.kernel.exact_diagonal and (n, k) == (m, o)):
+                continue
+            place = {
+                "full": ((n - a) * self.plan.n_outputs + k, (m - c) * self.plan.n_outputs + o),
+                "trace": (n - a, m - c),
+                "diagonal": (k, n - a, m - c),
+                "blocks": (n - a, k, o),
+            }[self.plan.mode]
+            scale = math.sqrt(scales[0][n, k] * scales[1][m, o])
+            off = np.abs(tile[place] - expected.found.entries[at])
+            size = np.abs(expected.found.entries[at])
+            fine = self.tallies["entries"].see(
+                *self.bounds.worst(off, np.array(scale), self.bounds.error + REFERENCE, size),
+                f"{where}: entry of example {n}, output {k} with example {m}, output {o}",
+            )
+            if not fine:
+                self._wrong(i, j, True)
+
+    def _multiply(self, into: np.ndarray, i: int, j: int, tile: np.ndarray, weights: np.ndarray) -> None:
+        """Add the products of a tile, and of its mirror image, with the weights of their columns."""
+        assert self.expected is not None
+        rows = self.plan.rows.examples(self.plan.tile, i, i + 1)
+        cols = self.plan.cols.examples(self.plan.tile, j, j + 1)
+        if any(self.expected.known):
+            tile = np.where(np.isfinite(tile), tile, 0.0)
+        into[slice(*rows), :, self._span(self.expected, j)] += self._times(tile, weights[slice(*cols)])
+        if self.plan.symmetric and i != j:
+            mirrored = self._times(np.swapaxes(tile, -1, -2), weights[slice(*rows)])
+            into[slice(*cols), :, self._span(self.expected, i)] += mirrored
+
+    def _span(self, expected: Expected, j: int) -> int:
+        if self.plan.mode == "blocks":
+            return 0
+        return next(at for at, (first, last) in enumerate(expected.spans) if first <= j < last)
+
+    def _times(self, tile: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        """A tile times weights `(m, K)`: `(n, K)`."""
+        mode, k = self.plan.mode, self.plan.n_outputs
+        if mode == "full":
+            return (tile @ weights.reshape(-1)).reshape(-1, k)
+        if mode == "trace":
+            return (tile @ weights[:, :1]).reshape(-1, 1)
+        product = np.matmul(tile, weights.T[:, :, None] if mode == "diagonal" else weights[:, :, None])[..., 0]
+        return product.T if mode == "diagonal" else product
+
+    def compare(self, tally: Tally) -> None:
+        """Compare the products of tiles with those of the stored rows, range by range."""
+        expected = self.expected
+        if expected is None:
+            return
+        left, right = expected.scales(self.plan.mode)
+        weights = expected.wanted.weights[:, : right.shape[1]]
+        weighted = np.where(weights == 0, 0.0, right * np.square(weights))
+        bound = self.bounds.error + REFERENCE
+        off = np.abs(expected.products - expected.found.products)
+        for at, (first, last) in enumerate(expected.spans if self.plan.mode != "blocks" else [(0, 1)]):
+            for i in range(self.plan.grid[0]):
+                tiles = [(i, i)] if self.plan.mode == "blocks" else [(i, j) for j in range(first, last)]
+                stored = [(min(t), max(t)) if self.plan.symmetric else t for t in tiles]
+                if any(self.seen.bad.get((self.index, *t)) is False for t in stored):
+                    continue
+                a, b = self.plan.rows.examples(self.plan.tile, i, i + 1)
+                scale = self._scale(left[a:b], weighted, expected.wanted.ranges[at], (a, b))
+                difference = off[a:b, :, at].copy()
+                difference[[n - a for n in expected.known[0] if a <= n < b]] = 0
+                # Of random signs, such a sum is at most as many standard deviations, or its terms all together.
+                deviations = min(SIGMAS, math.sqrt(weighted.size))
+                size = deviations * np.sqrt(expected.squares[a:b, :, at])
+                figure, most = self.bounds.worst(difference, scale, bound, size)
+                named = ", ".join(f"({p}, {q})" for p, q in stored)
+                if not tally.see(figure, most, f"{self.kernel.path}: tile {named}{self._of()}"):
+                    for t in stored:
+                        self._wrong(*t, True)
+
+    def _of(self) -> str:
+        return f" of leaf {self.kernel.leaves[self.index]}" if self.kernel.leaves else ""
+
+    def _scale(
+        self, left: np.ndarray, weighted: np.ndarray, columns: tuple[int, int], rows: tuple[int, int]
+    ) -> np.ndarray:
+        """What errors are relative to, `sqrt(G_ii sum_j G_jj z_j²)`, `(n, K)`."""
+        if self.plan.mode == "blocks":
+            total = weighted[slice(*rows)].sum(1, keepdims=True)
+        elif self.plan.mode == "diagonal":
+            total = weighted[slice(*columns)].sum(0, keepdims=True)
+        else:
+            total = weighted[slice(*columns)].sum(keepdims=True)
+        scale: np.ndarray = np.sqrt(left * total)
+        return scale
+
+
+def outer_norms(mode: str, one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Products of norms `(n, K)` and `(m, K)` of rows, in the shape of a tile."""
+    if mode == "full":
+        return np.outer(one.reshape(-1), other.reshape(-1))
+    if mode == "trace":
+        return np.outer(np.linalg.norm(one, axis=1), np.linalg.norm(other, axis=1))
+    found: np.ndarray = np.einsum("nk,nl->nkl", one, one) if mode == "blocks" else np.einsum("nk,mk->knm", one, other)
+    return found
+
+
+def squared_norms(store: JacobianStore, leaf: int | None) -> np.ndarray:
+    """Squared norms `(N, K)` of all of a row or of one leaf's part."""
+    found = store.norms
+    return np.nan_to_num(found.sum(-1) if leaf is None else found[..., leaf])
+
+
+def _bits(values: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(values).view(np.uint64 if values.dtype.itemsize == 8 else np.uint32)

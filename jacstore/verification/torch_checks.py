@@ -1,0 +1,66 @@
+"""In: a store and the module it should be of. Out: checks of fingerprint, inputs, outputs, and rows recomputed.
+
+Rows are recomputed by plain autograd in float64, one example and one output after another.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from jacstore.problem.torch_problem import TorchProblem
+from jacstore.rows.torch.build import source_of
+from jacstore.rows.torch.network import Network, calling, host, mapped, path_of, probe, requested, settings
+from jacstore.store.reader import JacobianStore
+from jacstore.verification.store_checks import StoreChecks
+from jacstore.verification.target_checks import Plain, TargetChecks
+
+
+class TorchChecks(TargetChecks):
+    """The same checks as of a store of JAX, against a module of PyTorch."""
+
+    package = "torch"
+
+    def __init__(self, store: JacobianStore, problem: TorchProblem, checks: StoreChecks) -> None:
+        self.store, self.checks, self.same = store, checks, True
+        self.torch_problem, self.source = problem, source_of(problem.inputs)
+        self.network = Network(problem.module, problem.outputs, store.dtype == "float64")
+        first = self.source.read(0, 1)
+        with settings():
+            self.n_outputs = probe(self.network, mapped(lambda leaf: leaf[0], first))
+        self.n_examples = self.source.n_examples
+        self.described = [(path_of(name), tuple(value.shape)) for name, value in self.network.selected.items()]
+        self.selected = [host(value) for value in self.network.selected.values()]
+        self.wanted = requested(self.network, first)
+
+    def _read(self, a: int, b: int) -> Any:
+        return self.source.read(a, b)
+
+    def _example(self, n: int) -> Any:
+        return mapped(lambda leaf: leaf[0], self.source.read(n, n + 1))
+
+    def _plain(self, float64: bool) -> Plain:
+        network = Network(self.torch_problem.module, self.torch_problem.outputs, float64)
+        values = {name: value.requires_grad_() for name, value in _own(network.selected).items()}
+
+        def row(example: Any, k: int) -> tuple[np.ndarray, list[np.ndarray]]:
+            def gradients() -> Any:
+                outputs = network(values, network.tensors(example))
+                return outputs, torch.autograd.grad(outputs[k], list(values.values()), allow_unused=True)
+
+            with settings(), calling(example):
+                outputs, found = network.holding(values, gradients)
+            parts = [
+                np.zeros(value.numel()) if g is None else host(g.to_dense() if g.is_sparse else g).reshape(-1)
+                for g, value in zip(found, values.values(), strict=True)
+            ]
+            return host(outputs).astype(np.float64), [part.astype(np.float64) for part in parts]
+
+        return row
+
+
+def _own(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors that may be made to require a gradient, on the same memory."""
+    return {name: value.detach() for name, value in values.items()}

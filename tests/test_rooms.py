@@ -1,0 +1,91 @@
+"""The rooms of the package: what each says of itself, what loads what; pyproject.toml holds which may import which."""
+
+from __future__ import annotations
+
+import ast
+import json
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jacstore
+
+PACKAGE = Path(jacstore.__file__).parent
+ROOMS = sorted(str(path.parent.relative_to(PACKAGE)) for path in PACKAGE.glob("*/**/__init__.py"))
+# Rooms that read, assemble and answer from what is stored, without the modules that differentiate functions.
+NEED_JAX = {
+    "jacstore.base.devices",
+    "jacstore.kernels.engines.xla",
+    "jacstore.operators.autodiff",
+    "jacstore.verification.target_checks",
+    "jacstore.verification.torch_checks",
+    "jacstore.verification.verify",
+}
+WITHOUT_JAX = [
+    found.name
+    for room in ("base", "terms", "storage", "store", "kernels", "operators", "inference", "verification")
+    for found in pkgutil.walk_packages([str(PACKAGE / room)], f"jacstore.{room}.")
+    if found.name not in NEED_JAX and not found.ispkg
+]
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=PACKAGE.parent)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_has_at_most_twelve_files_and_its_docstring_names_each(room: str) -> None:
+    folder = PACKAGE / room
+    files = sorted(path.stem for path in folder.glob("*.py") if path.stem != "__init__")
+    inner = sorted(f"{path.parent.name}/" for path in folder.glob("*/__init__.py"))
+    said = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
+    named = set(re.findall(r"`([\w/]+)`", said))
+    assert 2 <= len(files) <= 12
+    assert sorted(named) == sorted([*files, *inner])
+
+
+def test_functions_named_like_the_work_of_a_room_stay_functions() -> None:
+    names = [found.name for found in pkgutil.walk_packages(jacstore.__path__, "jacstore.") if "torch" not in found.name]
+    ran = run(f"""
+import importlib, jacstore
+for name in {names!r}:
+    if not name.endswith("__main__"):
+        importlib.import_module(name)
+wrong = [name for name in jacstore.__all__ if type(getattr(jacstore, name)) is type(jacstore)]
+assert not wrong, wrong
+""")
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_what_only_reads_stores_and_kernels_never_loads_jax() -> None:
+    assert len(WITHOUT_JAX) > 60
+    ran = run(f"import sys, {', '.join(WITHOUT_JAX)}; sys.exit('jax' in sys.modules)")
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "import jacstore",
+        "import jacstore; dir(jacstore)",
+        "import jacstore.cli.commands; jacstore.cli.commands.main(['--help'])",
+        "import jacstore.cli.commands; jacstore.cli.commands.main(['build', '--help'])",
+        "import jacstore.cli.commands; jacstore.cli.commands.main(['gram', '--help'])",
+    ],
+)
+def test_importing_the_package_and_asking_for_help_load_no_heavy_library(script: str) -> None:
+    heavy = ("jax", "zarr", "dask", "numpy", "scipy")
+    ran = run(f"""
+import json, sys
+try:
+    exec({script!r})
+except SystemExit as stop:
+    assert not stop.code, stop.code
+print("\\n" + json.dumps([name for name in {heavy!r} if name in sys.modules]))
+""")
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout.splitlines()[-1]) == []
