@@ -246,7 +246,7 @@ class StoreWriter:
         layouts = self.store.layouts
         blocks = {"rows": UnitBlock(layouts["rows"], self.dtype)} if "rows" in layouts else {}
         for operand in self.operands:
-            dtype = "int32" if operand.role == "ids" else self.dtype
+            dtype = "int32" if operand.integers else self.dtype
             blocks[operand_array(operand.name)] = UnitBlock(layouts[operand_array(operand.name)], dtype)
         return blocks
 
@@ -298,8 +298,8 @@ class StoreWriter:
         operands, rows = {}, blocks["rows"].example(0)[outputs] if "rows" in blocks else None
         for operand in self.operands:
             values = blocks[operand_array(operand.name)].example(0)
-            values = values[outputs] if operand.role == "cotangents" else values
-            operands[operand.name] = values[None] if operand.role == "ids" else values[None].astype(np.float64)
+            values = values[outputs] if operand.per_output else values
+            operands[operand.name] = values[None] if operand.integers else values[None].astype(np.float64)
         seen = observed_rounding(self.leaves, rows, operands, norms[0, outputs].sum(-1), unit)
         return {} if seen is None else {"rounding": seen}
 
@@ -330,8 +330,7 @@ class StoreWriter:
                 f"leaf {unknown[0]!r}: not a leaf of this store; leaves are {[f.path for f in self.leaves][:5]}"
             )
         k, arrays, factors = self.store.n_outputs, {}, {}
-        shapes = {o.name: (count, *([k] if o.role == "cotangents" else []), *o.shape) for o in self.operands}
-        roles = {o.name: o.role for o in self.operands}
+        described = {o.name: o for o in self.operands}
         for leaf in self.leaves:
             given = rows.get(leaf.path, None if leaf.dense else {})
             if leaf.dense:
@@ -350,7 +349,9 @@ class StoreWriter:
                         f"leaf {leaf.path!r}: {name!r} is not one of its operands {list(leaf.operands)}"
                     )
                 what = f"leaf {leaf.path!r}: operand {name!r}"
-                factors[name] = self._checked(what, values, shapes[name], integers=roles[name] == "ids")
+                operand = described[name]
+                wanted = (count, *operand.lead(k), *operand.shape)
+                factors[name] = self._checked(what, values, wanted, integers=operand.integers)
         missing = [o.name for o in self.operands if o.name not in factors]
         if missing:
             raise InvalidRequestError(
@@ -564,27 +565,20 @@ def _write_file(
 def factor_bytes(operands: Sequence[Operand], n_outputs: int, dtype: str) -> int:
     """Bytes of factors that come with each example."""
     itemsize = np.dtype(storage_dtype(dtype)).itemsize
-    return sum(o.numbers(n_outputs) * (4 if o.role == "ids" else itemsize) for o in operands)
+    return sum(o.numbers(n_outputs) * (4 if o.integers else itemsize) for o in operands)
 
 
 def _operand_layout(operand: Operand, n: int, k: int, unit: int, dtype: str, codec: str) -> ArrayLayout:
     """The array of an operand, cut by unit and by channel."""
-    lead = (k,) if operand.role == "cotangents" else ()
-    stored = "int32" if operand.role == "ids" else storage_dtype(dtype)
+    lead = operand.lead(k)
+    stored = "int32" if operand.integers else storage_dtype(dtype)
     *middle, columns = operand.shape
     column_bytes = unit * math.prod([*lead, *middle]) * np.dtype(stored).itemsize
     width = min(columns, max(1, PIECE_BYTES // column_bytes))
     width = -(-columns // -(-columns // width))
     per_file = min(-(-columns // width), max(1, FILE_BYTES // (column_bytes * width)))
-    names = {
-        "inputs": ("group", "position", "channel"),
-        "ids": ("position",),
-        "cotangents": ("output", "group", "position", "channel"),
-    }[operand.role]
-    if operand.role == "inputs" and len(operand.shape) != 3:
-        names = ("image", *(f"space{axis}" for axis in range(len(operand.shape) - 2)), "channel")
     # Readers such as xarray want one size for each name in a group.
-    own = [name if name == "output" else f"{operand.name}_{name}" for name in names]
+    own = [*(["output"] if operand.per_output else []), *(f"{operand.name}_{axis}" for axis in operand.axes)]
     return ArrayLayout(
         name=operand_array(operand.name),
         shape=(n, *lead, *operand.shape),

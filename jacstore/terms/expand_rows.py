@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import replace
 
 import numpy as np
 
 from jacstore.base import machine
 from jacstore.base.blas_threads import blas_threads
 from jacstore.base.limits import EXPANDED_BYTES
-from jacstore.terms.kinds import Conv, Dense, Dot, Factored, Leaf, expand
+from jacstore.terms.kinds import Leaf, expand
+from jacstore.terms.term import Factored
 
 Operands = Mapping[str, np.ndarray]
 
@@ -33,7 +33,7 @@ def expanded_slabs(
     patches_kept
         Whether images are cut into patches once, which takes memory, or anew for every slab.
     """
-    terms: list[Factored] = [replace(term, views=()) for term in leaf.terms if not isinstance(term, Dense)]
+    terms: list[Factored] = [term.changed(views=()) for term in leaf.factored]
     channels = sources[0][terms[0].cotangents].shape[-1]
     columns = leaf.size // channels
     channel_bytes = columns * max(source[terms[0].cotangents][:, :, 0, 0, 0].nbytes for source in sources)
@@ -41,7 +41,7 @@ def expanded_slabs(
     names = {term.cotangents for term in terms}
     given = [_with_patches(terms, source) for source in sources] if patches_kept else sources
     if patches_kept:
-        terms = [_as_dot(term) for term in terms]
+        terms = [term.of_patches() for term in terms]
     threads = threads or machine.cores()
     with ThreadPoolExecutor(threads, "jacstore-expand") as pool:
         for first in range(0, channels, width):
@@ -70,17 +70,5 @@ def _rows(terms: Sequence[Factored], operands: Operands, columns: int, pool: Exe
     return rows
 
 
-def _patches_name(term: Factored) -> str:
-    return f"patches of {term.operands[0]}"
-
-
 def _with_patches(terms: Sequence[Factored], operands: Operands) -> Operands:
-    patches = {_patches_name(t): t.patches(operands[t.inputs]) for t in terms if isinstance(t, Conv)}
-    return {**operands, **patches}
-
-
-def _as_dot(term: Factored) -> Factored:
-    """A convolution without groups as the product of its patches with cotangents."""
-    if not isinstance(term, Conv):
-        return term
-    return Dot(inputs=_patches_name(term), cotangents=term.cotangents, scale=term.scale, views=())
+    return {**operands, **{name: values for term in terms for name, values in term.patch_operands(operands).items()}}

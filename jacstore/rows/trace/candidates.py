@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jacstore.terms.kinds import Conv, Dot, Factored, Index, Views
+from jacstore.terms.kinds import KINDS, Factored, Views
 
 # Index maps of cotangents larger than this are not compared; the leaf's bias is then stored as rows.
 MAX_MAP = 20_000_000
@@ -138,14 +138,8 @@ class Core:
 
     def term(self, name_of: Callable[[Made | Stacked, bool], str], stored: bool) -> Factored:
         cotangents = name_of(self.cotangents, stored)
-        common: dict[str, Any] = {"cotangents": cotangents, "scale": self.scale, "views": self.views}
-        if self.kind == "index":
-            assert self.inputs is not None
-            return Index(ids=name_of(self.inputs, stored), **common, **self.geometry)
-        if self.kind == "conv":
-            assert self.inputs is not None
-            return Conv(inputs=name_of(self.inputs, stored), **common, **self.geometry)
-        return Dot(inputs=None if self.inputs is None else name_of(self.inputs, stored), **common)
+        inputs = None if self.inputs is None else name_of(self.inputs, stored)
+        return KINDS[self.kind].of(inputs, self.geometry, cotangents=cotangents, scale=self.scale, views=self.views)
 
 
 def stacked(cores: Sequence[Core]) -> list[Core] | None:

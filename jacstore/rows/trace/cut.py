@@ -19,10 +19,8 @@ from jacstore.problem.problem import Prepared, precision_context
 from jacstore.rows.trace.backward import Backward
 from jacstore.rows.trace.candidates import Made, Stacked
 from jacstore.rows.trace.find_terms import Finder, Found
-from jacstore.terms.kinds import Dense, Leaf, Operand, Term, expand
+from jacstore.terms.kinds import KINDS, Dense, Leaf, Operand, Term, expand
 
-# A convolution's factors must be this much smaller than its rows: a slab's expansion needs all positions of examples.
-CONV_GAIN = 2
 # Rows of smaller leaves stand side by side in one array; as factors each would take files of its own.
 SMALLEST = 1024
 
@@ -150,10 +148,9 @@ def _cut(
         if chosen[n]:
             built = tuple(core.term(name_of, stored=True) for core in terms)
         else:
-            # XLA is slow at filter gradients of single examples; shifted images are multiplied instead.
-            by_shifts = terms and all(core.kind == "conv" for core in terms)
+            by_factors = terms and all(KINDS[core.kind].from_factors for core in terms)
             shifted = tuple(core.term(lambda m, stored: _temporary(m, names, made), stored=False) for core in terms)
-            rows.append((n, shifted if by_shifts else ()))
+            rows.append((n, shifted if by_factors else ()))
             built = (Dense(start=start, size=size),)
             start += size
         leaves.append(Leaf(path=path, shape=tuple(shape), dtype=dtype, offset=offset, terms=built, why=found[n].why))
@@ -186,8 +183,8 @@ def _choose(
             leaf.terms, leaf.pending, leaf.why = [], [], "stored as rows by an earlier version"
         products = bool(leaf.terms) and not leaf.pending
         numbers, size = sum(core.numbers(n_outputs) for core in leaf.terms), n_outputs * math.prod(shape)
-        gain = CONV_GAIN if any(core.kind == "conv" for core in leaf.terms) else 1
-        take = products and layout != "dense" and (layout == "factored" or SMALLEST <= size > gain * numbers)
+        smaller_by = max((KINDS[core.kind].smaller_by for core in leaf.terms), default=1)
+        take = products and layout != "dense" and (layout == "factored" or SMALLEST <= size > smaller_by * numbers)
         if products:
             leaf.why = f"{numbers:,} numbers against {size:,}" if layout != "dense" else "layout dense"
         chosen.append(take)
