@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,19 +15,20 @@ import numpy as np
 from jacstore.terms.conv import Conv
 from jacstore.terms.dense import Dense
 from jacstore.terms.dot import Dot
+from jacstore.terms.gain import Gain
 from jacstore.terms.index import Index
-from jacstore.terms.term import Factored, Operand, Views
+from jacstore.terms.term import Constant, Factored, Operand, Views
 
-__all__ = ["KINDS", "Conv", "Dense", "Dot", "Factored", "Index", "Leaf", "Operand", "Term", "Views"]
+__all__ = ["KINDS", "Constant", "Conv", "Dense", "Dot", "Factored", "Gain", "Index", "Leaf", "Operand", "Term", "Views"]
 __all__ += ["dense_leaves", "expand"]
 
 # The kinds that are stored by factors, by their name in JSON.
-KINDS: dict[str, type[Factored]] = {kind.kind: kind for kind in (Dot, Conv, Index)}
+KINDS: dict[str, type[Factored]] = {kind.kind: kind for kind in (Dot, Conv, Index, Gain)}
 if TYPE_CHECKING:
     Term = Dense | Factored
 else:
     # What JSON may hold.
-    Term = Dense | Dot | Conv | Index
+    Term = Dense | Dot | Conv | Index | Gain
 
 
 def expand(terms: Sequence[Term], operands: Mapping[str, Any], size: int, xp: Any = np) -> Any:
@@ -69,6 +70,17 @@ class Leaf:
     def operands(self) -> tuple[str, ...]:
         """Names of the operands it is made of."""
         return tuple(dict.fromkeys(name for term in self.terms for name in term.operands))
+
+    @property
+    def constants(self) -> tuple[Constant, ...]:
+        """Arrays that no example changes, each once."""
+        return tuple(dict.fromkeys(constant for term in self.factored for constant in term.constants))
+
+    def with_constants(self, change: Callable[[Constant], Constant]) -> Leaf:
+        """The same leaf with every constant changed."""
+        if not self.constants:
+            return self
+        return replace(self, terms=tuple(term.with_constants(change) for term in self.factored))
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""

@@ -7,6 +7,7 @@ of inputs with `sum_k u_k d_kt`. Columns always stand last: `(size, m)` is `(C, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jacstore.terms.kinds import Leaf, Operand
-from jacstore.terms.term import Factored, Views
+from jacstore.terms.term import Factored, Views, mapped, mapped_back
 
 Operands = Mapping[str, np.ndarray]
 # Numbers of intermediate products of a few examples at a time.
@@ -54,6 +55,11 @@ class TermProduct:
     room: int = SCRATCH
 
     @property
+    def summed(self) -> int:
+        """Numbers of a sum of products with the transpose, per column."""
+        return max(self.size, math.prod(self.shape))
+
+    @property
     def in_place(self) -> bool:
         """Whether the leaf's numbers stand in the order of the matrices."""
         return all(kind == "reshape" for kind, _ in self.moves)
@@ -67,37 +73,26 @@ class TermProduct:
         """Numbers of intermediate products for each example."""
         groups, inputs, width = self.shape
         copies = 2 if groups > 1 else 1
-        patches = copies * self.positions * inputs * groups if self.term.copies_inputs(groups) else 0
+        patches = copies * self.positions * inputs * groups if self.term.product.copies_inputs(groups) else 0
         return patches + copies * groups * self.positions * width * self._block(n_columns)
 
     def scratch(self, n_columns: int) -> int:
         """Numbers of intermediate products and of one sum over examples that are alive at once."""
-        return 2 * max(self.room, self.numbers(n_columns)) + self.size * self._block(n_columns)
+        return 2 * max(self.room, self.numbers(n_columns)) + self.summed * self._block(n_columns)
 
     def _block(self, n_columns: int) -> int:
         return min(n_columns, max(1, WIDTH // self.shape[2]))
 
     def matrices(self, columns: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
         """The leaf's part of columns `(size, m)` as `(G, C, D * m)`, contiguous."""
-        shapes: list[tuple[int, ...]] = [self.shape]
-        for kind, numbers in self.moves:
-            shapes.append(numbers if kind == "reshape" else tuple(shapes[-1][axis] for axis in numbers))
-        m = columns.shape[-1]
-        held = columns.reshape(*shapes[-1], m)
-        for (kind, numbers), before in zip(reversed(self.moves), reversed(shapes[:-1]), strict=True):
-            if kind == "reshape":
-                held = held.reshape(*before, m)
-            else:
-                held = held.transpose(*(int(axis) for axis in np.argsort(numbers)), held.ndim - 1)
+        held = mapped_back(columns, self.moves, self.term.constants, self.shape, trail=1)
         return np.ascontiguousarray(held, dtype).reshape(*self.shape[:2], -1)
 
     def columns(self, matrices: np.ndarray) -> np.ndarray:
         """The other way: columns `(size, m)` of the leaf from `(G, C, D * m)`."""
         m = matrices.shape[-1] // self.shape[2]
-        held = matrices.reshape(*self.shape, m)
-        for kind, numbers in self.moves:
-            held = held.reshape(*numbers, m) if kind == "reshape" else held.transpose(*numbers, held.ndim - 1)
-        return held.reshape(self.size, m)
+        held = mapped(matrices.reshape(*self.shape, m), self.moves, self.term.constants, lead=0, trail=1)
+        return np.asarray(held.reshape(self.size, m))
 
     def times(self, operands: Operands, matrices: np.ndarray, into: np.ndarray) -> None:
         """Add products of rows with columns, given as `matrices`, to `into` `(n, K, m)`."""
@@ -109,7 +104,7 @@ class TermProduct:
                 summed = d.sum(3).reshape(n * k, -1)
                 part = np.matmul(summed, matrices.reshape(summed.shape[1], m)).reshape(n, k, m)
             else:
-                through = self.term.through(operands, at, matrices, self.shape, self.positions)
+                through = self.term.product.through(operands, at, matrices, self.shape, self.positions)
                 part = self._along(d, through, m)
             into[at] += part if self.term.scale == 1 else self.term.scale * part
 
@@ -128,7 +123,7 @@ class TermProduct:
             # (n, G * T * D, m)
             weighted = flat.transpose(0, 2, 1) * u if k == m == 1 else np.matmul(flat.transpose(0, 2, 1), u)
             weighted = weighted.reshape(n, groups, t, width * m)
-            self.term.add_weighted(operands, at, weighted, self.shape, total)
+            self.term.product.add_weighted(operands, at, weighted, self.shape, total)
 
     def _chunks(self, operands: Operands, n_columns: int) -> Iterator[slice]:
         """Examples a few at a time."""

@@ -36,6 +36,8 @@ def products(
     Returns `(n, K, m, K)`, `(n, 1, m, 1)` or `(K, n, m)`. `across` keeps products of cotangents for other leaves of the
     same two sets of examples that share them.
     """
+    if any(term.formed for term in leaf.factored):
+        return _formed_products(leaf, left, right, mode, xp)
     total = None
     for p in leaf.factored:
         for q in leaf.factored:
@@ -44,6 +46,17 @@ def products(
             part = part if scale == 1 else part * part.dtype.type(scale)
             total = part if total is None else total + part
     return total
+
+
+def _formed_products(leaf: Leaf, left: Operands, right: Operands, mode: str, xp: Any) -> Any:
+    """As `products`, of rows."""
+    a, b = (expand(leaf.terms, side, leaf.size, xp) for side in (left, right))
+    if mode == "diagonal":
+        return xp.matmul(a.transpose(1, 0, 2), b.transpose(1, 2, 0))
+    if mode == "trace":
+        return xp.matmul(a.reshape(len(a), -1), b.reshape(len(b), -1).T)[:, None, :, None]
+    found = xp.matmul(a.reshape(-1, leaf.size), b.reshape(-1, leaf.size).T)
+    return found.reshape(*a.shape[:2], *b.shape[:2])
 
 
 def own_products(leaf: Leaf, operands: Operands, xp: Any = np) -> Any:
@@ -65,8 +78,8 @@ def own_products(leaf: Leaf, operands: Operands, xp: Any = np) -> Any:
 def own_rows_are_smaller(leaf: Leaf, positions: Mapping[str, int], n_outputs: int) -> bool:
     """Whether K rows of one example take less than products of all pairs of its K x T cotangents with each other."""
     terms = leaf.factored
-    if any(term.sparse for term in terms):
-        return False
+    if any(term.sparse or term.formed for term in terms):
+        return not any(term.sparse for term in terms)
     pairs = max((positions[term.cotangents] * n_outputs) ** 2 for term in terms)
     return n_outputs * leaf.size < pairs
 
@@ -200,8 +213,8 @@ def _own_looked_up(p: Factored, q: Factored, operands: Operands, xp: Any) -> Any
 
 def _expanding_is_cheaper(terms: Sequence[Factored], operands: Operands, size: int) -> bool:
     """Whether forming rows takes fewer multiplications than products of all pairs of positions."""
-    if any(term.sparse for term in terms):
-        return False
+    if any(term.sparse or term.formed for term in terms):
+        return not any(term.sparse for term in terms)
     implicit = expanded = 0
     for term in terms:
         shapes = shapes_of(operands, term.operands, term.cotangents)

@@ -10,9 +10,10 @@ A kind is one class in a file of its own: it inherits what holds for any product
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -76,6 +77,46 @@ class Operand:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Constant:
+    """An array that no example changes, such as a mask; equal to others of the same content.
+
+    `source` is the array, or gives it: a store reads it when it is first needed.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    digest: str
+    source: Any = field(default=None, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, name: str, values: np.ndarray) -> Constant:
+        """A constant with its digest."""
+        return cls(
+            name=name, shape=tuple(values.shape), dtype=str(values.dtype), digest=digest_of(values), source=values
+        )
+
+    def values(self) -> np.ndarray:
+        """The array."""
+        found: np.ndarray = self.source() if callable(self.source) else self.source
+        return found
+
+    def derived(self, change: Callable[[np.ndarray], np.ndarray], how: str) -> Constant:
+        """A constant made from this one; `how` tells it from others made from it."""
+        made = change(self.values())
+        return replace(self, shape=made.shape, digest=f"{self.digest} {how}", source=made)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"name": self.name, "shape": list(self.shape), "dtype": self.dtype, "digest": self.digest}
+
+
+def digest_of(values: np.ndarray) -> str:
+    """A hash of the numbers of an array."""
+    return hashlib.blake2b(np.ascontiguousarray(values).tobytes(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Factored:
     """What the package asks of a kind of term; a class of its own answers where a plain product would not do.
 
@@ -91,6 +132,8 @@ class Factored:
         Whether rows that are stored as rows are formed from its factors on the device.
     sparse
         Whether most of its row is zero, so that rows are never formed for products.
+    formed
+        Whether products of rows need the rows.
     in_verify
         Whether `verify` multiplies by its factors; rows are formed otherwise.
     """
@@ -99,6 +142,7 @@ class Factored:
     smaller_by: ClassVar[int] = 1
     from_factors: ClassVar[bool] = False
     sparse: ClassVar[bool] = False
+    formed: ClassVar[bool] = False
     in_verify: ClassVar[bool] = True
 
     if TYPE_CHECKING:
@@ -109,6 +153,20 @@ class Factored:
         def scale(self) -> float: ...
         @property
         def views(self) -> Views: ...
+
+    @property
+    def product(self) -> Factored:
+        """The product of its factors, itself but for maps behind it."""
+        return self
+
+    @property
+    def constants(self) -> tuple[Constant, ...]:
+        """Arrays that no example changes."""
+        return ()
+
+    def with_constants(self, change: Callable[[Constant], Constant]) -> Self:
+        """The same term with every constant changed."""
+        return self
 
     @classmethod
     def of(cls, inputs: str | None, geometry: Mapping[str, Any], **common: Any) -> Self:
@@ -164,9 +222,21 @@ class Factored:
         """As `rows`, of tensors, in torch's order; all outputs are columns of one product per example."""
         raise NotImplementedError
 
-    def of_patches(self) -> Factored:
-        """The term without views, as a product with `patch_operands`."""
+    def for_slabs(self) -> Factored:
+        """The term of the same numbers in any order."""
         return self.changed(views=())
+
+    def of_patches(self) -> Factored:
+        """As `for_slabs`, as a product with `patch_operands`."""
+        return self.for_slabs()
+
+    def order(self) -> Any:
+        """Equal for terms whose numbers `for_slabs` stand in the same order; None if channels cannot be cut apart."""
+        return self.views
+
+    def of_channels(self, first: int, last: int) -> Factored:
+        """The term `for_slabs` of some channels of its cotangents."""
+        return self
 
     def patch_operands(self, operands: Operands) -> dict[str, Any]:
         """What is worth cutting out of the inputs once, if rows are formed a few channels at a time."""
@@ -200,6 +270,10 @@ class Factored:
         t, width = shapes[self.cotangents][1:]
         channels = 0 if self.source is None else shapes[self.source][-1]
         return t * t * (channels + width)
+
+    def most_numbers(self, size: int) -> int:
+        """Numbers of a row on its way to a leaf of this size."""
+        return size
 
     @property
     def in_slabs(self) -> bool:
@@ -293,6 +367,61 @@ def viewed(block: Any, views: Views) -> Any:
         else:
             block = block.transpose(0, 1, *(axis + 2 for axis in numbers))
     return block
+
+
+def mapped(values: Any, moves: Views, constants: Sequence[Constant], *, lead: int, trail: int = 0, xp: Any = np) -> Any:
+    """Values after moves and maps of their axes, those of the first `lead` and the last `trail` axes apart."""
+    for kind, numbers in moves:
+        before, after = values.shape[:lead], values.shape[values.ndim - trail :]
+        if kind == "reshape":
+            values = values.reshape(*before, *numbers, *after)
+        elif kind == "transpose":
+            values = values.transpose(
+                *range(lead), *(n + lead for n in numbers), *range(values.ndim - trail, values.ndim)
+            )
+        elif kind == "gain":
+            values = values * _gain(constants[numbers[0]], trail, values.dtype, xp)
+        elif kind == "sum":
+            values = values.sum(tuple(axis + lead for axis in numbers))
+        else:
+            values = xp.broadcast_to(values, (*before, *numbers, *after))
+    return values
+
+
+def mapped_back(
+    values: np.ndarray, moves: Views, constants: Sequence[Constant], shape: tuple[int, ...], *, trail: int = 0
+) -> np.ndarray:
+    """What the transpose of `mapped` makes of values of any shape: an array of `shape`."""
+    shapes = [shape]
+    for kind, numbers in moves:
+        last = shapes[-1]
+        if kind in ("reshape", "repeat"):
+            shapes.append(numbers)
+        elif kind == "transpose":
+            shapes.append(tuple(last[axis] for axis in numbers))
+        else:
+            shapes.append(tuple(n for axis, n in enumerate(last) if kind != "sum" or axis not in numbers))
+    after = values.shape[values.ndim - trail :]
+    values = values.reshape(*shapes[-1], *after)
+    for (kind, numbers), before in zip(reversed(moves), reversed(shapes[:-1]), strict=True):
+        if kind == "reshape":
+            values = values.reshape(*before, *after)
+        elif kind == "transpose":
+            values = values.transpose(*(int(n) for n in np.argsort(numbers)), *range(len(numbers), values.ndim))
+        elif kind == "gain":
+            values = values * _gain(constants[numbers[0]], trail, values.dtype, np)
+        elif kind == "sum":
+            kept = [1 if axis in numbers else size for axis, size in enumerate(before)]
+            values = np.broadcast_to(values.reshape(*kept, *after), (*before, *after))
+        else:
+            repeated = tuple(axis for axis, size in enumerate(before) if size != numbers[axis])
+            values = values.sum(repeated, keepdims=True)
+    return values
+
+
+def _gain(constant: Constant, trail: int, dtype: Any, xp: Any) -> Any:
+    values = constant.values()
+    return xp.asarray(values.reshape(*values.shape, *[1] * trail), dtype)
 
 
 def positions_first(a: Any, b: Any, xp: Any) -> Any:

@@ -112,7 +112,8 @@ def _positions(leaf: Leaf, operands: dict[str, Operand], n_outputs: int, mode: s
     shapes = _shapes(leaf, operands)
     positions = {name: operands[name].shape[-2] for name in leaf.operands if operands[name].per_output}
     if mode == "blocks" and own_rows_are_smaller(leaf, positions, n_outputs):
-        return math.isqrt(3 * leaf.size // n_outputs) + 1
+        numbers = max(term.most_numbers(leaf.size) for term in leaf.factored)
+        return math.isqrt(3 * numbers // n_outputs) + 1
     return max(1, *(term.most_positions(shapes) for term in leaf.factored))
 
 
@@ -125,6 +126,10 @@ def _costs(leaf: Leaf, operands: dict[str, Operand], n_outputs: int, mode: str) 
     """Multiplications and additions: implicit for a pair of examples, expanded for a pair, expanding for an example."""
     outputs = n_outputs * n_outputs if mode in ("full", "blocks") else n_outputs
     shapes = _shapes(leaf, operands)
+    if any(term.formed for term in leaf.factored):
+        rows = 2 * leaf.size * outputs
+        example = sum(2 * shapes[term.cotangents][1] * term.most_numbers(leaf.size) for term in leaf.factored)
+        return (rows if mode == "blocks" else 2**62), rows, example * n_outputs
     implicit = example = 0
     for p in leaf.factored:
         groups, t, width = shapes[p.cotangents]
