@@ -112,9 +112,19 @@ def _check_leaves(found: StoreAttributes) -> None:
         for term in leaf.factored:
             wrong = term.contradiction(shapes)
             _need(wrong is None, f"leaf {leaf.path!r} must {wrong}")
+        _check_constants(leaf)
         offset += leaf.size
     _need(offset == found.P, f"leaves must have P = {found.P} columns")
     _need(len({leaf.path for leaf in found.leaves}) == len(found.leaves), "every leaf must have a path of its own")
+
+
+def _check_constants(leaf: Leaf) -> None:
+    for constant in leaf.constants:
+        named = f"constant {constant.name!r}"
+        _need(re.fullmatch(r"\w[\w.-]*", constant.name) is not None, f"{named} must have a plain name")
+        _need(constant.dtype in ("float32", "float64"), f"{named} must be of type float32 or float64")
+        sizes = min(constant.shape, default=0) >= 1 and math.prod(constant.shape) * 8 <= LARGEST_ARRAY
+        _need(sizes, f"{named} must be small enough to be addressed")
 
 
 def _check_operands(operands: Sequence[Operand]) -> None:

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,15 @@ from jacstore.storage import zarr_group
 from jacstore.storage.chunks import CODECS, ArrayLayout, FileEncoder, FileRecord
 from jacstore.storage.files import Files, Folder, Memory
 from jacstore.storage.ledger import Lock, compare_requested, sweep
+from jacstore.store.constants import GROUP, constant_layout, constants_of, keep_constants
 from jacstore.store.layout import FILE_BYTES, PIECE_BYTES, StorePlan, plan_store
 from jacstore.store.metadata import DTYPES
 from jacstore.store.reader import JacobianStore, operand_array, operand_name
 from jacstore.store.unit_buffers import UnitBlock, from_bfloat16, storage_dtype
-from jacstore.terms.kinds import Leaf, Operand, dense_leaves, expand
+from jacstore.terms.kinds import Constant, Leaf, Operand, dense_leaves, expand
 from jacstore.terms.rounding import observed_rounding
 
-ARRAYS = ("rows", "factors", "outputs", "norms")
+ARRAYS = ("rows", "factors", "constants", "outputs", "norms")
 # Where the effect of rounding is looked at: one example of so many units, and so many of its rows.
 ROUNDING_UNITS, ROUNDING_OUTPUTS = 8, 4
 LARGEST = {"float16": 65504.0, "bfloat16": 3.38e38, "float32": 3.4e38, "float64": 1.79e308}
@@ -124,6 +126,7 @@ class StoreWriter:
                 self._create(plan, codec, outputs_dtype, wanted, left_out, numerics or {})
             self.store = JacobianStore(self.files, self.where)
             require_same(self.store, wanted, self.leaves, unit_size)
+            keep_constants(self.files, self.where, self.store.leaves, self.leaves)
         self.units = _units_of_part(self.store.n_units, part)
         self._lock: Lock | None = None
         self._pool: ThreadPoolExecutor | None = None
@@ -493,6 +496,7 @@ class StoreWriter:
         )
         factors = [_operand_layout(operand, n, k, unit, self.dtype, codec) for operand in self.operands]
         layouts = [*([rows] if plan.n_columns else []), *factors, outputs, norms]
+        constants = [constant_layout(constant) for constant in constants_of(self.leaves)]
         attributes = {
             "kind": "store",
             "N": n,
@@ -511,7 +515,8 @@ class StoreWriter:
             },
             "versions": zarr_group.versions(),
         }
-        zarr_group.create(self.files, layouts, attributes, groups=["factors"] if factors else [])
+        groups = [*(["factors"] if factors else []), *([GROUP] if constants else [])]
+        zarr_group.create(self.files, [*layouts, *constants], attributes, groups=groups)
 
 
 def refuse_small_disk(where: str, plan: StorePlan) -> None:
@@ -614,7 +619,8 @@ def require_same(
         Naming what differs.
     """
     compare_requested(store.path, store.requested, wanted)
-    if [leaf.terms for leaf in store.leaves] != [leaf.terms for leaf in leaves]:
+    stored, given = ([leaf.with_constants(_any_content).terms for leaf in side] for side in (store.leaves, leaves))
+    if stored != given:
         raise RequestMismatchError(
             f"{store.path}: its leaves are stored by other terms than these versions of jacstore and JAX find (it was "
             f"begun with JAX {store.versions.get('jax')}); use the first versions, or start over with --overwrite "
@@ -625,6 +631,11 @@ def require_same(
             f"{store.path}: unit_size: {store.unit_size} -> {min(unit_size, store.n_examples)}; repeat the first "
             "--unit-size (unit_size=) or start over with --overwrite (overwrite=True)"
         )
+
+
+def _any_content(constant: Constant) -> Constant:
+    """Other machines and versions may round a constant otherwise: the first one is kept."""
+    return replace(constant, digest="")
 
 
 def _as_leaves(given: Sequence[Any] | Mapping[str, tuple[int, ...]]) -> tuple[Leaf, ...]:

@@ -45,6 +45,20 @@ class Gain(Factored):
     maps: Views
     constants: tuple[Constant, ...]
 
+    @classmethod
+    def behind(cls, product: Factored, maps: Views, constants: tuple[Constant, ...]) -> Self:
+        """The map of a product without views of its own."""
+        assert isinstance(product, Dot | Conv)
+        return cls(product=product, maps=maps, constants=constants)
+
+    @property
+    def bare(self) -> Factored:
+        return self.product
+
+    @property
+    def fixed(self) -> tuple[Constant, ...]:
+        return self.constants
+
     @property
     def cotangents(self) -> str:
         return self.product.cotangents

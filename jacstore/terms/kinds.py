@@ -74,7 +74,7 @@ class Leaf:
     @property
     def constants(self) -> tuple[Constant, ...]:
         """Arrays that no example changes, each once."""
-        return tuple(dict.fromkeys(constant for term in self.factored for constant in term.constants))
+        return tuple(dict.fromkeys(constant for term in self.factored for constant in term.fixed))
 
     def with_constants(self, change: Callable[[Constant], Constant]) -> Leaf:
         """The same leaf with every constant changed."""

@@ -73,7 +73,7 @@ class TermProduct:
         """Numbers of intermediate products for each example."""
         groups, inputs, width = self.shape
         copies = 2 if groups > 1 else 1
-        patches = copies * self.positions * inputs * groups if self.term.product.copies_inputs(groups) else 0
+        patches = copies * self.positions * inputs * groups if self.term.bare.copies_inputs(groups) else 0
         return patches + copies * groups * self.positions * width * self._block(n_columns)
 
     def scratch(self, n_columns: int) -> int:
@@ -85,13 +85,13 @@ class TermProduct:
 
     def matrices(self, columns: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
         """The leaf's part of columns `(size, m)` as `(G, C, D * m)`, contiguous."""
-        held = mapped_back(columns, self.moves, self.term.constants, self.shape, trail=1)
+        held = mapped_back(columns, self.moves, self.term.fixed, self.shape, trail=1)
         return np.ascontiguousarray(held, dtype).reshape(*self.shape[:2], -1)
 
     def columns(self, matrices: np.ndarray) -> np.ndarray:
         """The other way: columns `(size, m)` of the leaf from `(G, C, D * m)`."""
         m = matrices.shape[-1] // self.shape[2]
-        held = mapped(matrices.reshape(*self.shape, m), self.moves, self.term.constants, lead=0, trail=1)
+        held = mapped(matrices.reshape(*self.shape, m), self.moves, self.term.fixed, lead=0, trail=1)
         return np.asarray(held.reshape(self.size, m))
 
     def times(self, operands: Operands, matrices: np.ndarray, into: np.ndarray) -> None:
@@ -104,7 +104,7 @@ class TermProduct:
                 summed = d.sum(3).reshape(n * k, -1)
                 part = np.matmul(summed, matrices.reshape(summed.shape[1], m)).reshape(n, k, m)
             else:
-                through = self.term.product.through(operands, at, matrices, self.shape, self.positions)
+                through = self.term.bare.through(operands, at, matrices, self.shape, self.positions)
                 part = self._along(d, through, m)
             into[at] += part if self.term.scale == 1 else self.term.scale * part
 
@@ -123,7 +123,7 @@ class TermProduct:
             # (n, G * T * D, m)
             weighted = flat.transpose(0, 2, 1) * u if k == m == 1 else np.matmul(flat.transpose(0, 2, 1), u)
             weighted = weighted.reshape(n, groups, t, width * m)
-            self.term.product.add_weighted(operands, at, weighted, self.shape, total)
+            self.term.bare.add_weighted(operands, at, weighted, self.shape, total)
 
     def _chunks(self, operands: Operands, n_columns: int) -> Iterator[slice]:
         """Examples a few at a time."""

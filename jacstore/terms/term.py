@@ -155,12 +155,12 @@ class Factored:
         def views(self) -> Views: ...
 
     @property
-    def product(self) -> Factored:
-        """The product of its factors, itself but for maps behind it."""
+    def bare(self) -> Factored:
+        """The product of its factors, without maps behind it."""
         return self
 
     @property
-    def constants(self) -> tuple[Constant, ...]:
+    def fixed(self) -> tuple[Constant, ...]:
         """Arrays that no example changes."""
         return ()
 
