@@ -94,7 +94,7 @@ FOUND = {
         X,
         "dense dot",
     ),
-    "masked": (lambda p, x: two(x @ (p * MASK)), W, X, "dense"),
+    "masked": (lambda p, x: two(x @ (p * MASK)), W, X, "gain"),
     "centred": (lambda p, x: two(x @ (p - p.mean(0))), W, X, "dot+dot"),
     "centred by rows": (lambda p, x: two(x @ (p - p.mean(1, keepdims=True))), W, X, "dot+dot"),
     "low rank added": (lambda p, x: two(x @ (p["w"] + 0.5 * p["a"] @ p["b"])), LORA, X, "dot dot dot"),

@@ -149,7 +149,7 @@ class FactorPanel:
         return max(term.scratch(n_columns) for term in self.terms)
 
     def extra(self, n_columns: int) -> int:
-        return sum(term.size * n_columns for term in self.terms if not _direct(term, n_columns))
+        return sum(term.summed * n_columns for term in self.terms if not _direct(term, n_columns))
 
     def read(self, store: JacobianStore, start: int, stop: int, dtype: np.dtype[Any], empty: Empty) -> Held:
         return {name: store.read_operand(name, start, stop, dtype, empty) for name in self.names}

@@ -25,7 +25,7 @@ from jacstore.errors import InvalidRequestError
 from jacstore.problem.problem import Prepared, own_code, precision_context
 from jacstore.problem.user_errors import one_line
 from jacstore.rows.trace.cut import Cut
-from jacstore.terms.kinds import Leaf, renamed
+from jacstore.terms.kinds import Leaf
 from jacstore.terms.row_products import squared_norms
 
 LARGEST_BATCH = 512
@@ -143,8 +143,8 @@ class DevicePass:
 
     def _finished(self, factors: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
         """Factors whose stored type is another, and partial norms of the leaves that they make."""
-        roles = {operand.name: operand.role for operand in self.cut.operands}
-        other = {name: self._rounded(v) for name, v in factors.items() if roles[name] != "ids"}
+        integers = {operand.name for operand in self.cut.operands if operand.integers}
+        other = {name: self._rounded(v) for name, v in factors.items() if name not in integers}
         rounded = {name: v for name, v in other.items() if v.dtype != factors[name].dtype}
         return rounded, [_norms_of(leaf, factors) for leaf in self.cut.leaves if not leaf.dense]
 
@@ -187,7 +187,7 @@ class DevicePass:
         factors = {}
         for operand in self.cut.operands:
             held = np.asarray(stored[operand.name])[:count]
-            factors[operand.name] = _as_bits(held[:, :kept] if operand.role == "cotangents" else held)
+            factors[operand.name] = _as_bits(held[:, :kept] if operand.per_output else held)
         dense, factored = iter(squares), iter(of_factors)
         partial = [next(dense if leaf.dense else factored) for leaf in self.cut.leaves]
         norms = [np.asarray(p)[:count, :kept].sum(-1, dtype=np.float64) for p in partial]
@@ -204,7 +204,7 @@ class DevicePass:
 def _norms_of(leaf: Leaf, factors: dict[str, Any]) -> Any:
     """Partial squared norms of a leaf; leaves that are made alike, as those of a network's blocks are, trace once."""
     names = {name: str(n) for n, name in enumerate(leaf.operands)}
-    alike = replace(leaf, path="", offset=0, why="", terms=tuple(renamed(term, names) for term in leaf.terms))
+    alike = replace(leaf, path="", offset=0, why="", terms=tuple(term.renamed(names) for term in leaf.factored))
     return _norms(alike, {new: factors[name] for name, new in names.items()})
 
 

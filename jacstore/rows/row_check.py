@@ -22,7 +22,7 @@ from jacstore.problem.problem import Prepared, precision_context
 from jacstore.problem.twofold import compiled_quickly, of_two, twice
 from jacstore.store.reader import operand_array
 from jacstore.store.unit_buffers import UnitBlock
-from jacstore.terms.kinds import Dense, Leaf, expand
+from jacstore.terms.kinds import Leaf, expand
 
 # Share of a unit's time that checking it may take; one example is always checked.
 SHARE = 0.02
@@ -233,8 +233,7 @@ class RowCheck:
             return row, float(np.linalg.norm(row))
         operands: dict[str, np.ndarray] = {}
         size = 0.0
-        for term in leaf.terms:
-            assert not isinstance(term, Dense)
+        for term in leaf.factored:
             for name in term.operands:
                 block = blocks[operand_array(name)]
                 if name == term.cotangents:
@@ -244,8 +243,8 @@ class RowCheck:
                     held = block.example(at)
                     held = held.astype(np.float64) if held.dtype.kind == "f" else held
                 operands[name] = held[None]
-            sizes = [np.linalg.norm(operands[name]) for name in term.operands if operands[name].dtype.kind == "f"]
-            size += abs(term.scale) * float(np.prod(sizes))
+            floating = [name for name in term.operands if operands[name].dtype.kind == "f"]
+            size += term.summed_size({name: float(np.linalg.norm(operands[name])) for name in floating})
         return expand(leaf.terms, operands, leaf.size)[0, 0], size
 
 

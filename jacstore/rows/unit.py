@@ -93,7 +93,7 @@ class Unit:
         for place, values in zip(dense, rows.rows, strict=True):
             self.blocks["rows"].put((at, outputs), values, place.start)
         for operand in self.writer.operands:
-            where = (at, outputs) if operand.role == "cotangents" else (at,)
+            where = (at, outputs) if operand.per_output else (at,)
             self.blocks[operand_array(operand.name)].put(where, rows.factors[operand.name])
         self.norms[at, outputs] = rows.norms
         self.outputs[at] = rows.outputs

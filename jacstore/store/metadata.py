@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,10 @@ from jacstore.base.schema import Open
 from jacstore.errors import DamagedDataError
 from jacstore.storage.chunks import CODECS, ArrayLayout
 from jacstore.store.unit_buffers import storage_dtype
-from jacstore.terms.kinds import Conv, Dense, Leaf, Operand
+from jacstore.terms.kinds import Leaf, Operand
+from jacstore.terms.term import AXES
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-ROLES = {"ids": 1, "inputs": 3, "cotangents": 3}
 # NumPy counts bytes in 63 bits.
 LARGEST_ARRAY = 2**63 - 1
 
@@ -102,41 +102,36 @@ def _check_leaves(found: StoreAttributes) -> None:
     names = set(shapes)
     for leaf in found.leaves:
         _need(leaf.offset == offset and bool(leaf.terms), f"leaf {leaf.path!r} must begin where the one before it ends")
-        for term in leaf.terms:
-            if isinstance(term, Dense):
-                fits = len(leaf.terms) == 1 and (term.start, term.size) == (start, leaf.size)
-                _need(fits, f"leaf {leaf.path!r} must have columns of its own among the rows")
-                start += term.size
+        rows = len(leaf.terms) - len(leaf.factored)
+        if rows:
+            dense = leaf.dense
+            fits = dense is not None and len(leaf.terms) == 1 and (dense.start, dense.size) == (start, leaf.size)
+            _need(fits, f"leaf {leaf.path!r} must have columns of its own among the rows")
+            start += leaf.size
         _need(set(leaf.operands) <= names, f"the operands of leaf {leaf.path!r} must be described")
-        for term in leaf.terms:
-            if isinstance(term, Conv):
-                _check_geometry(term, shapes, f"leaf {leaf.path!r}")
+        for term in leaf.factored:
+            wrong = term.contradiction(shapes)
+            _need(wrong is None, f"leaf {leaf.path!r} must {wrong}")
+        _check_constants(leaf)
         offset += leaf.size
     _need(offset == found.P, f"leaves must have P = {found.P} columns")
     _need(len({leaf.path for leaf in found.leaves}) == len(found.leaves), "every leaf must have a path of its own")
 
 
-def _check_geometry(term: Conv, shapes: Mapping[str, tuple[int, ...]], named: str) -> None:
-    """A convolution has its numbers along every axis of the image, and positions and channels of its operands."""
-    images, cotangents = shapes[term.inputs], shapes[term.cotangents]
-    along = (term.window, term.positions, term.strides, term.dilation, term.padding, term.spread)
-    _need(all(len(numbers) == len(images) - 2 for numbers in along), f"{named} must have its geometry along every axis")
-    positive = (*term.window, *term.positions, *term.strides, *term.dilation, *term.spread, term.groups)
-    _need(min(positive) >= 1, f"{named} must have a geometry of positive numbers")
-    fits = (
-        len(cotangents) == 3
-        and cotangents[:2] == (1, images[0] * math.prod(term.positions))
-        and images[-1] % term.groups == cotangents[-1] % term.groups == 0
-    )
-    _need(fits, f"{named} must have the positions and channels of its operands")
+def _check_constants(leaf: Leaf) -> None:
+    for constant in leaf.constants:
+        named = f"constant {constant.name!r}"
+        _need(re.fullmatch(r"\w[\w.-]*", constant.name) is not None, f"{named} must have a plain name")
+        _need(constant.dtype in ("float32", "float64"), f"{named} must be of type float32 or float64")
+        sizes = min(constant.shape, default=0) >= 1 and math.prod(constant.shape) * 8 <= LARGEST_ARRAY
+        _need(sizes, f"{named} must be small enough to be addressed")
 
 
 def _check_operands(operands: Sequence[Operand]) -> None:
     for operand in operands:
         _need(re.fullmatch(r"\w[\w.-]*", operand.name) is not None, f"operand {operand.name!r} must be a plain name")
-        _need(operand.role in ROLES, f"role {operand.role!r} of an operand must be one of {', '.join(ROLES)}")
-        ranked = len(operand.shape) == ROLES[operand.role] or (operand.role == "inputs" and len(operand.shape) > 1)
-        _need(ranked, f"operand {operand.name!r} must have as many axes as its role")
+        _need(operand.role in AXES, f"role {operand.role!r} of an operand must be one of {', '.join(AXES)}")
+        _need(operand.ranked, f"operand {operand.name!r} must have as many axes as its role")
     _need(len({operand.name for operand in operands}) == len(operands), "every operand must have a name of its own")
 
 
@@ -152,9 +147,8 @@ def _expected_arrays(found: StoreAttributes) -> dict[str, tuple[tuple[int, ...],
     if columns:
         arrays["rows"] = ((n, k, columns), (stored,))
     for operand in found.operands:
-        lead = (k,) if operand.role == "cotangents" else ()
-        dtype = "int32" if operand.role == "ids" else stored
-        arrays[f"factors/{operand.name}"] = ((n, *lead, *operand.shape), (dtype,))
+        dtype = "int32" if operand.integers else stored
+        arrays[f"factors/{operand.name}"] = ((n, *operand.lead(k), *operand.shape), (dtype,))
     return arrays
 
 

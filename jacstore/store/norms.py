@@ -12,10 +12,10 @@ from collections.abc import Callable
 import numpy as np
 
 from jacstore.base.precision import LOST, ROUNDOFF, compute_dtype, norm_bound
-from jacstore.store.reader import JacobianStore, operand_array
-from jacstore.terms.kinds import Conv, Dense, Leaf, expand
+from jacstore.store.reader import JacobianStore
+from jacstore.terms.kinds import Leaf, expand
 from jacstore.terms.rounding import lost_to_underflow, squared_magnitudes
-from jacstore.terms.row_products import product_numbers, squared_norms
+from jacstore.terms.row_products import squared_norms
 
 # Shares of the memory that decoded rows, and products of pairs of positions, may take.
 ROWS_SHARE, PAIRS_SHARE = 8, 16
@@ -34,8 +34,7 @@ def leaf_row(store: JacobianStore, leaf: Leaf, n: int, k: int) -> np.ndarray:
             row[a:b] = some[0, k]
         return row
     operands = {name: store.read_operand(name, n, n + 1, np.float64) for name in leaf.operands}
-    for term in leaf.terms:
-        assert not isinstance(term, Dense)
+    for term in leaf.factored:
         if operands[term.cotangents].shape[1] > 1:
             operands[term.cotangents] = operands[term.cotangents][:, k : k + 1]
     made: np.ndarray = expand(leaf.terms, operands, leaf.size)[0, 0]
@@ -65,14 +64,13 @@ def stored_norms(store: JacobianStore, leaf: Leaf, start: int, stop: int, memory
 def _pair_bytes(store: JacobianStore, leaf: Leaf) -> int:
     """Bytes that products of one example's factors, or its rows, take in float64."""
     rows = 3 * store.n_outputs * leaf.size
-    numbers = sum(math.prod(store.layouts[operand_array(name)].shape[1:]) for name in leaf.operands)
+    used = {operand.name: operand for operand in store.operands if operand.name in leaf.operands}
+    numbers = sum(operand.numbers(store.n_outputs) for operand in used.values())
+    shapes = {name: operand.shape for name, operand in used.items()}
     pairs = 0
-    for term in leaf.terms:
-        assert not isinstance(term, Dense)
-        t = store.layouts[operand_array(term.cotangents)].shape[-2]
-        shape = store.layouts[operand_array(term.inputs)].shape[1:] if isinstance(term, Conv) else ()
-        inside = product_numbers(term, shape) if isinstance(term, Conv) else t * t
-        pairs += 3 * (store.n_outputs * t * t + inside) * len(leaf.terms)
+    for term in leaf.factored:
+        t = shapes[term.cotangents][1]
+        pairs += 3 * (store.n_outputs * t * t + term.pair_numbers(shapes)) * len(leaf.terms)
     return 8 * (rows + 2 * numbers + pairs)
 
 

@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import dask.array as da
@@ -28,10 +28,11 @@ from jacstore.storage import zarr_group
 from jacstore.storage.chunks import ArrayLayout, FileRecord, check_file, decode, raw
 from jacstore.storage.files import Files, Folder
 from jacstore.storage.ledger import FORMAT_VERSION, Ledger, readable, record_name
+from jacstore.store.constants import StoredConstant, constant_bytes
 from jacstore.store.layout import FILE_BYTES, Side
 from jacstore.store.metadata import StoreAttributes, check_store
 from jacstore.store.unit_buffers import from_bfloat16
-from jacstore.terms.kinds import Leaf, Operand, expand
+from jacstore.terms.kinds import Constant, Leaf, Operand, expand
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +86,10 @@ class JacobianStore:
             check_store(found)
         except DamagedDataError as error:
             raise DamagedDataError(f"{where}: its attributes are damaged: {error}") from error
+        self._constants: dict[str, StoredConstant] = {}
         self.n_examples, self.n_outputs, self.n_parameters = found.N, found.K, found.P
-        self.leaves, self.operands = found.leaves, found.operands
+        self.leaves = tuple(leaf.with_constants(self._stored) for leaf in found.leaves)
+        self.operands = found.operands
         self.requested: dict[str, Any] = attributes["fingerprint"]
         self.resolved: dict[str, Any] = attributes["resolved"]
         self.versions = found.versions
@@ -101,6 +104,11 @@ class JacobianStore:
         self._lock = threading.Lock()
         self._scratch = threading.local()
         self._readers: ThreadPoolExecutor | None = None
+
+    def _stored(self, constant: Constant) -> Constant:
+        """A constant that is read when it is first needed."""
+        known = self._constants.setdefault(constant.name, StoredConstant(self.files, self.path, constant))
+        return replace(constant, source=known)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if not isinstance(self.files, Folder):
@@ -274,7 +282,7 @@ class JacobianStore:
             "units_total": self.n_units,
             "units_done": len(records),
             "units_damaged": damaged,
-            "bytes_stored": sum(record["bytes"] for record in records),
+            "bytes_stored": sum(record["bytes"] for record in records) + constant_bytes(self.leaves),
             "bytes_dense": self.n_examples * self.n_outputs * self.n_parameters * 4,
             "zero_rows": sum(record["zero_rows"] for record in records),
             "zero_leaves": self._zero_leaves(records),

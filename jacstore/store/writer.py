@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,15 @@ from jacstore.storage import zarr_group
 from jacstore.storage.chunks import CODECS, ArrayLayout, FileEncoder, FileRecord
 from jacstore.storage.files import Files, Folder, Memory
 from jacstore.storage.ledger import Lock, compare_requested, sweep
+from jacstore.store.constants import GROUP, constant_layout, constants_of, keep_constants
 from jacstore.store.layout import FILE_BYTES, PIECE_BYTES, StorePlan, plan_store
 from jacstore.store.metadata import DTYPES
 from jacstore.store.reader import JacobianStore, operand_array, operand_name
 from jacstore.store.unit_buffers import UnitBlock, from_bfloat16, storage_dtype
-from jacstore.terms.kinds import Leaf, Operand, dense_leaves, expand
+from jacstore.terms.kinds import Constant, Leaf, Operand, dense_leaves, expand
 from jacstore.terms.rounding import observed_rounding
 
-ARRAYS = ("rows", "factors", "outputs", "norms")
+ARRAYS = ("rows", "factors", "constants", "outputs", "norms")
 # Where the effect of rounding is looked at: one example of so many units, and so many of its rows.
 ROUNDING_UNITS, ROUNDING_OUTPUTS = 8, 4
 LARGEST = {"float16": 65504.0, "bfloat16": 3.38e38, "float32": 3.4e38, "float64": 1.79e308}
@@ -124,6 +126,7 @@ class StoreWriter:
                 self._create(plan, codec, outputs_dtype, wanted, left_out, numerics or {})
             self.store = JacobianStore(self.files, self.where)
             require_same(self.store, wanted, self.leaves, unit_size)
+            keep_constants(self.files, self.where, self.store.leaves, self.leaves)
         self.units = _units_of_part(self.store.n_units, part)
         self._lock: Lock | None = None
         self._pool: ThreadPoolExecutor | None = None
@@ -246,7 +249,7 @@ class StoreWriter:
         layouts = self.store.layouts
         blocks = {"rows": UnitBlock(layouts["rows"], self.dtype)} if "rows" in layouts else {}
         for operand in self.operands:
-            dtype = "int32" if operand.role == "ids" else self.dtype
+            dtype = "int32" if operand.integers else self.dtype
             blocks[operand_array(operand.name)] = UnitBlock(layouts[operand_array(operand.name)], dtype)
         return blocks
 
@@ -298,8 +301,8 @@ class StoreWriter:
         operands, rows = {}, blocks["rows"].example(0)[outputs] if "rows" in blocks else None
         for operand in self.operands:
             values = blocks[operand_array(operand.name)].example(0)
-            values = values[outputs] if operand.role == "cotangents" else values
-            operands[operand.name] = values[None] if operand.role == "ids" else values[None].astype(np.float64)
+            values = values[outputs] if operand.per_output else values
+            operands[operand.name] = values[None] if operand.integers else values[None].astype(np.float64)
         seen = observed_rounding(self.leaves, rows, operands, norms[0, outputs].sum(-1), unit)
         return {} if seen is None else {"rounding": seen}
 
@@ -330,8 +333,7 @@ class StoreWriter:
                 f"leaf {unknown[0]!r}: not a leaf of this store; leaves are {[f.path for f in self.leaves][:5]}"
             )
         k, arrays, factors = self.store.n_outputs, {}, {}
-        shapes = {o.name: (count, *([k] if o.role == "cotangents" else []), *o.shape) for o in self.operands}
-        roles = {o.name: o.role for o in self.operands}
+        described = {o.name: o for o in self.operands}
         for leaf in self.leaves:
             given = rows.get(leaf.path, None if leaf.dense else {})
             if leaf.dense:
@@ -350,7 +352,9 @@ class StoreWriter:
                         f"leaf {leaf.path!r}: {name!r} is not one of its operands {list(leaf.operands)}"
                     )
                 what = f"leaf {leaf.path!r}: operand {name!r}"
-                factors[name] = self._checked(what, values, shapes[name], integers=roles[name] == "ids")
+                operand = described[name]
+                wanted = (count, *operand.lead(k), *operand.shape)
+                factors[name] = self._checked(what, values, wanted, integers=operand.integers)
         missing = [o.name for o in self.operands if o.name not in factors]
         if missing:
             raise InvalidRequestError(
@@ -492,6 +496,7 @@ class StoreWriter:
         )
         factors = [_operand_layout(operand, n, k, unit, self.dtype, codec) for operand in self.operands]
         layouts = [*([rows] if plan.n_columns else []), *factors, outputs, norms]
+        constants = [constant_layout(constant) for constant in constants_of(self.leaves)]
         attributes = {
             "kind": "store",
             "N": n,
@@ -510,7 +515,8 @@ class StoreWriter:
             },
             "versions": zarr_group.versions(),
         }
-        zarr_group.create(self.files, layouts, attributes, groups=["factors"] if factors else [])
+        groups = [*(["factors"] if factors else []), *([GROUP] if constants else [])]
+        zarr_group.create(self.files, [*layouts, *constants], attributes, groups=groups)
 
 
 def refuse_small_disk(where: str, plan: StorePlan) -> None:
@@ -564,27 +570,20 @@ def _write_file(
 def factor_bytes(operands: Sequence[Operand], n_outputs: int, dtype: str) -> int:
     """Bytes of factors that come with each example."""
     itemsize = np.dtype(storage_dtype(dtype)).itemsize
-    return sum(o.numbers(n_outputs) * (4 if o.role == "ids" else itemsize) for o in operands)
+    return sum(o.numbers(n_outputs) * (4 if o.integers else itemsize) for o in operands)
 
 
 def _operand_layout(operand: Operand, n: int, k: int, unit: int, dtype: str, codec: str) -> ArrayLayout:
     """The array of an operand, cut by unit and by channel."""
-    lead = (k,) if operand.role == "cotangents" else ()
-    stored = "int32" if operand.role == "ids" else storage_dtype(dtype)
+    lead = operand.lead(k)
+    stored = "int32" if operand.integers else storage_dtype(dtype)
     *middle, columns = operand.shape
     column_bytes = unit * math.prod([*lead, *middle]) * np.dtype(stored).itemsize
     width = min(columns, max(1, PIECE_BYTES // column_bytes))
     width = -(-columns // -(-columns // width))
     per_file = min(-(-columns // width), max(1, FILE_BYTES // (column_bytes * width)))
-    names = {
-        "inputs": ("group", "position", "channel"),
-        "ids": ("position",),
-        "cotangents": ("output", "group", "position", "channel"),
-    }[operand.role]
-    if operand.role == "inputs" and len(operand.shape) != 3:
-        names = ("image", *(f"space{axis}" for axis in range(len(operand.shape) - 2)), "channel")
     # Readers such as xarray want one size for each name in a group.
-    own = [name if name == "output" else f"{operand.name}_{name}" for name in names]
+    own = [*(["output"] if operand.per_output else []), *(f"{operand.name}_{axis}" for axis in operand.axes)]
     return ArrayLayout(
         name=operand_array(operand.name),
         shape=(n, *lead, *operand.shape),
@@ -620,7 +619,8 @@ def require_same(
         Naming what differs.
     """
     compare_requested(store.path, store.requested, wanted)
-    if [leaf.terms for leaf in store.leaves] != [leaf.terms for leaf in leaves]:
+    stored, given = ([leaf.with_constants(_any_content).terms for leaf in side] for side in (store.leaves, leaves))
+    if stored != given:
         raise RequestMismatchError(
             f"{store.path}: its leaves are stored by other terms than these versions of jacstore and JAX find (it was "
             f"begun with JAX {store.versions.get('jax')}); use the first versions, or start over with --overwrite "
@@ -631,6 +631,11 @@ def require_same(
             f"{store.path}: unit_size: {store.unit_size} -> {min(unit_size, store.n_examples)}; repeat the first "
             "--unit-size (unit_size=) or start over with --overwrite (overwrite=True)"
         )
+
+
+def _any_content(constant: Constant) -> Constant:
+    """Other machines and versions may round a constant otherwise: the first one is kept."""
+    return replace(constant, digest="")
 
 
 def _as_leaves(given: Sequence[Any] | Mapping[str, tuple[int, ...]]) -> tuple[Leaf, ...]:

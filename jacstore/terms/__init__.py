@@ -1,8 +1,9 @@
 """The exact forms in which a row of J can be stored, and products with them.
 
-`kinds` declares them, `factor_set` holds what was read of them, `row_products` forms rows, norms and kernels of
-pairs, `expand_rows` whole rows, `matrix_products` J V and Jᵀ U, `rounding` what rounding does to them. NumPy alone:
-no file is read here and no JAX is imported.
+`term` says what a kind answers, `dense`, `dot`, `conv`, `index` and `gain` are one kind each, and `kinds` the parameter
+arrays that they make up. What mixes kinds stands apart: `factor_set` holds what was read of them, `row_products` forms
+norms and kernels of pairs, `expand_rows` whole rows, `matrix_products` J V and Jᵀ U, `rounding` what rounding does to
+them. NumPy alone: no file is read here and no JAX is imported.
 """
 
 from jacstore.terms.kinds import (

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import replace
 
 import numpy as np
 
 from jacstore.base import machine
 from jacstore.base.blas_threads import blas_threads
 from jacstore.base.limits import EXPANDED_BYTES
-from jacstore.terms.kinds import Conv, Dense, Dot, Factored, Leaf, expand
+from jacstore.terms.kinds import Leaf, expand
+from jacstore.terms.term import Factored
 
 Operands = Mapping[str, np.ndarray]
 
@@ -33,7 +33,11 @@ def expanded_slabs(
     patches_kept
         Whether images are cut into patches once, which takes memory, or anew for every slab.
     """
-    terms: list[Factored] = [replace(term, views=()) for term in leaf.terms if not isinstance(term, Dense)]
+    orders = {term.order() for term in leaf.factored}
+    if len(orders) > 1 or None in orders:
+        yield from _column_slabs(leaf, sources, slab_columns, threads or machine.cores())
+        return
+    terms = [term.for_slabs() for term in leaf.factored]
     channels = sources[0][terms[0].cotangents].shape[-1]
     columns = leaf.size // channels
     channel_bytes = columns * max(source[terms[0].cotangents][:, :, 0, 0, 0].nbytes for source in sources)
@@ -41,28 +45,51 @@ def expanded_slabs(
     names = {term.cotangents for term in terms}
     given = [_with_patches(terms, source) for source in sources] if patches_kept else sources
     if patches_kept:
-        terms = [_as_dot(term) for term in terms]
+        terms = [term.of_patches() for term in terms]
     threads = threads or machine.cores()
     with ThreadPoolExecutor(threads, "jacstore-expand") as pool:
         for first in range(0, channels, width):
             last = min(first + width, channels)
             slabs = []
+            some = [term.of_channels(first, last) for term in terms]
             for source in given:
                 cut = {name: v[..., first:last] if name in names else v for name, v in source.items()}
-                slabs.append(_rows(terms, cut, columns * (last - first), pool, threads))
+                slabs.append(_rows(some, cut, slice(0, columns * (last - first)), pool, threads))
             yield slabs
 
 
-def _rows(terms: Sequence[Factored], operands: Operands, columns: int, pool: Executor, threads: int) -> np.ndarray:
+def _column_slabs(
+    leaf: Leaf, sources: Sequence[Operands], slab_columns: int, threads: int
+) -> Iterator[list[np.ndarray]]:
+    """Columns of rows whose channels of cotangents are mixed: rows are formed anew for every slab."""
+    column_bytes = max(source[leaf.factored[0].cotangents][:, :, 0, 0, 0].nbytes for source in sources)
+    width = max(slab_columns, EXPANDED_BYTES // column_bytes)
+    with ThreadPoolExecutor(threads, "jacstore-expand") as pool:
+        for first in range(0, leaf.size, width):
+            some = slice(first, min(first + width, leaf.size))
+            yield [_rows(leaf.factored, source, some, pool, threads, leaf.size) for source in sources]
+
+
+def _rows(
+    terms: Sequence[Factored],
+    operands: Operands,
+    columns: slice,
+    pool: Executor,
+    threads: int,
+    size: int | None = None,
+) -> np.ndarray:
     """Rows `(n, K, columns)`, a range of examples per thread: a product of one example is too small for several."""
+    size = columns.stop - columns.start if size is None else size
     cotangents = operands[terms[0].cotangents]
     n = len(cotangents)
-    rows = np.empty((n, cotangents.shape[1], columns), cotangents.dtype)
-    step = -(-n // (4 * threads))
+    rows = np.empty((n, cotangents.shape[1], columns.stop - columns.start), cotangents.dtype)
+    # Whole rows, of which columns are kept, and what is summed to them may be much larger than the slab.
+    larger = -(-max(term.most_numbers(size) for term in terms) // rows.shape[2])
+    step = max(1, -(-n // (4 * threads)) // larger)
 
     def fill(start: int) -> None:
         part = {name: values[start : start + step] for name, values in operands.items()}
-        rows[start : start + step] = expand(tuple(terms), part, columns)
+        rows[start : start + step] = expand(terms, part, size)[..., columns]
 
     with blas_threads(1):
         for _ in pool.map(fill, range(0, n, step)):
@@ -70,17 +97,5 @@ def _rows(terms: Sequence[Factored], operands: Operands, columns: int, pool: Exe
     return rows
 
 
-def _patches_name(term: Factored) -> str:
-    return f"patches of {term.operands[0]}"
-
-
 def _with_patches(terms: Sequence[Factored], operands: Operands) -> Operands:
-    patches = {_patches_name(t): t.patches(operands[t.inputs]) for t in terms if isinstance(t, Conv)}
-    return {**operands, **patches}
-
-
-def _as_dot(term: Factored) -> Factored:
-    """A convolution without groups as the product of its patches with cotangents."""
-    if not isinstance(term, Conv):
-        return term
-    return Dot(inputs=_patches_name(term), cotangents=term.cotangents, scale=term.scale, views=())
+    return {**operands, **{name: values for term in terms for name, values in term.patch_operands(operands).items()}}

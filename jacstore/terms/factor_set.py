@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from jacstore.terms.kinds import Dense, Dot, Leaf
+from jacstore.terms.kinds import Leaf
 from jacstore.terms.row_products import own_products, products
+from jacstore.terms.term import Factored
 
 
 class FactorSet:
@@ -29,13 +30,12 @@ class FactorSet:
     """
 
     def __init__(self, leaves: Sequence[Leaf], operands: Mapping[str, np.ndarray]) -> None:
-        joined: dict[str, list[tuple[Dot, float]]] = {}
+        joined: dict[str, list[Factored]] = {}
         self.others: list[Leaf] = []
         for leaf in leaves:
-            term = leaf.terms[0]
-            assert not isinstance(term, Dense)
-            if len(leaf.terms) == 1 and isinstance(term, Dot) and operands[term.cotangents].shape[2:4] == (1, 1):
-                joined.setdefault(term.cotangents, []).append((term, term.scale))
+            term = leaf.factored[0]
+            if len(leaf.terms) == 1 and term.is_simple and operands[term.cotangents].shape[2:4] == (1, 1):
+                joined.setdefault(term.cotangents, []).append(term)
             else:
                 self.others.append(leaf)
         self.n_examples = len(next(iter(operands.values())))
@@ -43,22 +43,22 @@ class FactorSet:
         self.simple = [(self._joined(terms, operands), _flat_outputs(operands[name])) for name, terms in joined.items()]
         names = {name for leaf in self.others for name in leaf.operands}
         self.operands = {name: operands[name] for name in names}
-        cotangents = {term.cotangents for leaf in leaves for term in leaf.terms if not isinstance(term, Dense)}
+        cotangents = {term.cotangents for leaf in leaves for term in leaf.factored}
         self.n_outputs = operands[min(cotangents)].shape[1]
         # Positions, or pixels, whose products are formed in pairs.
         self.positions = max(
             (math.prod(o.shape[2 if name in cotangents else 1 : -1]) for name, o in self.operands.items()), default=1
         )
 
-    def _joined(self, terms: list[tuple[Dot, float]], operands: Mapping[str, np.ndarray]) -> np.ndarray | None:
+    def _joined(self, terms: list[Factored], operands: Mapping[str, np.ndarray]) -> np.ndarray | None:
         """Inputs of leaves that share cotangents side by side; None for a lone bias."""
-        if len(terms) == 1 and terms[0][0].inputs is None and terms[0][1] == 1:
+        if len(terms) == 1 and terms[0].source is None and terms[0].scale == 1:
             return None
         parts = []
-        for term, scale in terms:
+        for term in terms:
             dtype = operands[term.cotangents].dtype
-            part = np.ones((self.n_examples, 1), dtype) if term.inputs is None else operands[term.inputs][:, 0, 0]
-            parts.append(part if scale == 1 else part * dtype.type(scale))
+            part = np.ones((self.n_examples, 1), dtype) if term.source is None else operands[term.source][:, 0, 0]
+            parts.append(part if term.scale == 1 else part * dtype.type(term.scale))
         return parts[0] if len(parts) == 1 else np.concatenate(parts, -1)
 
     def block_examples(self, numbers: int) -> int:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy import sparse
 
-from jacstore.terms.kinds import Conv, Dense, Dot, Factored, Index, Leaf, Operand, Views
+from jacstore.terms.kinds import Leaf, Operand
+from jacstore.terms.term import Factored, Views, mapped, mapped_back
 
 Operands = Mapping[str, np.ndarray]
 # Numbers of intermediate products of a few examples at a time.
@@ -55,6 +55,11 @@ class TermProduct:
     room: int = SCRATCH
 
     @property
+    def summed(self) -> int:
+        """Numbers of a sum of products with the transpose, per column."""
+        return max(self.size, math.prod(self.shape))
+
+    @property
     def in_place(self) -> bool:
         """Whether the leaf's numbers stand in the order of the matrices."""
         return all(kind == "reshape" for kind, _ in self.moves)
@@ -68,37 +73,26 @@ class TermProduct:
         """Numbers of intermediate products for each example."""
         groups, inputs, width = self.shape
         copies = 2 if groups > 1 else 1
-        patches = copies * self.positions * inputs * groups if isinstance(self.term, Conv) or groups > 1 else 0
+        patches = copies * self.positions * inputs * groups if self.term.bare.copies_inputs(groups) else 0
         return patches + copies * groups * self.positions * width * self._block(n_columns)
 
     def scratch(self, n_columns: int) -> int:
         """Numbers of intermediate products and of one sum over examples that are alive at once."""
-        return 2 * max(self.room, self.numbers(n_columns)) + self.size * self._block(n_columns)
+        return 2 * max(self.room, self.numbers(n_columns)) + self.summed * self._block(n_columns)
 
     def _block(self, n_columns: int) -> int:
         return min(n_columns, max(1, WIDTH // self.shape[2]))
 
     def matrices(self, columns: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
         """The leaf's part of columns `(size, m)` as `(G, C, D * m)`, contiguous."""
-        shapes: list[tuple[int, ...]] = [self.shape]
-        for kind, numbers in self.moves:
-            shapes.append(numbers if kind == "reshape" else tuple(shapes[-1][axis] for axis in numbers))
-        m = columns.shape[-1]
-        held = columns.reshape(*shapes[-1], m)
-        for (kind, numbers), before in zip(reversed(self.moves), reversed(shapes[:-1]), strict=True):
-            if kind == "reshape":
-                held = held.reshape(*before, m)
-            else:
-                held = held.transpose(*(int(axis) for axis in np.argsort(numbers)), held.ndim - 1)
+        held = mapped_back(columns, self.moves, self.term.fixed, self.shape, trail=1)
         return np.ascontiguousarray(held, dtype).reshape(*self.shape[:2], -1)
 
     def columns(self, matrices: np.ndarray) -> np.ndarray:
         """The other way: columns `(size, m)` of the leaf from `(G, C, D * m)`."""
         m = matrices.shape[-1] // self.shape[2]
-        held = matrices.reshape(*self.shape, m)
-        for kind, numbers in self.moves:
-            held = held.reshape(*numbers, m) if kind == "reshape" else held.transpose(*numbers, held.ndim - 1)
-        return held.reshape(self.size, m)
+        held = mapped(matrices.reshape(*self.shape, m), self.moves, self.term.fixed, lead=0, trail=1)
+        return np.asarray(held.reshape(self.size, m))
 
     def times(self, operands: Operands, matrices: np.ndarray, into: np.ndarray) -> None:
         """Add products of rows with columns, given as `matrices`, to `into` `(n, K, m)`."""
@@ -106,11 +100,12 @@ class TermProduct:
         for at in self._chunks(operands, m):
             d = self._cotangents(operands, at)
             n, k = d.shape[:2]
-            if isinstance(self.term, Dot) and self.term.inputs is None:
+            if self.term.source is None:
                 summed = d.sum(3).reshape(n * k, -1)
                 part = np.matmul(summed, matrices.reshape(summed.shape[1], m)).reshape(n, k, m)
             else:
-                part = self._along(d, self._through(operands, at, matrices), m)
+                through = self.term.bare.through(operands, at, matrices, self.shape, self.positions)
+                part = self._along(d, through, m)
             into[at] += part if self.term.scale == 1 else self.term.scale * part
 
     def add_transposed(self, operands: Operands, weights: np.ndarray, total: np.ndarray) -> None:
@@ -120,18 +115,15 @@ class TermProduct:
             d, u = self._cotangents(operands, at), weights[at]
             n, k, groups, t, width = d.shape
             u = u if self.term.scale == 1 else u * u.dtype.type(self.term.scale)
-            if isinstance(self.term, Dot) and self.term.inputs is None:
+            if self.term.source is None:
                 summed = d.sum(3).reshape(n * k, -1)
                 total += np.matmul(summed.T, u.reshape(n * k, m)).reshape(total.shape)
                 continue
             flat = d.reshape(n, k, -1)
             # (n, G * T * D, m)
             weighted = flat.transpose(0, 2, 1) * u if k == m == 1 else np.matmul(flat.transpose(0, 2, 1), u)
-            if isinstance(self.term, Index):
-                _scatter(operands[self.term.ids][at], weighted.reshape(n * t, width * m), total[0])
-                continue
-            weighted = weighted.reshape(n, groups, t, width * m).swapaxes(0, 1).reshape(groups, n * t, width * m)
-            total += np.matmul(self._inputs(operands, at).swapaxes(1, 2), weighted)
+            weighted = weighted.reshape(n, groups, t, width * m)
+            self.term.bare.add_weighted(operands, at, weighted, self.shape, total)
 
     def _chunks(self, operands: Operands, n_columns: int) -> Iterator[slice]:
         """Examples a few at a time."""
@@ -149,28 +141,6 @@ class TermProduct:
         n, k, _, t, _ = d.shape
         return d.reshape(n, k, t, groups, width).transpose(0, 1, 3, 2, 4)
 
-    def _inputs(self, operands: Operands, at: slice) -> np.ndarray:
-        """Layer inputs or patches `(G, n * T, C)`."""
-        assert not isinstance(self.term, Index) and self.term.inputs is not None
-        held = operands[self.term.inputs][at]
-        groups, inputs, _ = self.shape
-        if isinstance(self.term, Conv):
-            held = _patches(self.term, held).reshape(-1, *self.term.window, groups, held.shape[-1] // groups)
-            return np.moveaxis(held, -2, 0).reshape(groups, -1, inputs)
-        return held.swapaxes(0, 1).reshape(groups, -1, inputs)
-
-    def _through(self, operands: Operands, at: slice, matrices: np.ndarray) -> np.ndarray:
-        """What goes into the layer times the matrices, `(n, G * T * D, m)`."""
-        groups, _, width = self.shape
-        if isinstance(self.term, Index):
-            ids = operands[self.term.ids][at]
-            found = matrices[0][np.where(ids >= 0, ids, 0)]
-            found[ids < 0] = 0
-            return found.reshape(len(ids), self.positions * width, -1)
-        held = np.matmul(self._inputs(operands, at), matrices)
-        held = held.reshape(groups, -1, self.positions, matrices.shape[-1]).swapaxes(0, 1)
-        return held.reshape(len(held), groups * self.positions * width, -1)
-
     @staticmethod
     def _along(d: np.ndarray, through: np.ndarray, n_columns: int) -> np.ndarray:
         """Sums over positions and channels of cotangents, `(n, K, m)`."""
@@ -180,51 +150,19 @@ class TermProduct:
         return np.matmul(d.reshape(n, k, -1), through)
 
 
-def _patches(term: Conv, images: np.ndarray) -> np.ndarray:
-    """Patches `(n, T, window entries, channels)` of images `(n, B, *space, channels)`."""
-    padded = term.padded(images)
-    n, batch, channels = len(images), images.shape[1], images.shape[-1]
-    found = np.empty((n, batch, *term.positions, math.prod(term.window), channels), images.dtype)
-    for number, entry in enumerate(np.ndindex(*term.window)):
-        found[..., number, :] = padded[(slice(None), slice(None), *term.slices(entry))]
-    return found
-
-
-def _scatter(ids: np.ndarray, values: np.ndarray, total: np.ndarray) -> None:
-    """Add values `(count, w)` to the rows of `total` `(size, w)` that `ids` name; -1 names none."""
-    flat = ids.reshape(-1)
-    kept = np.flatnonzero(flat >= 0)
-    rows, inverse = np.unique(flat[kept], return_inverse=True)
-    if not len(rows):
-        return
-    hot = sparse.csr_array((np.ones(len(kept), values.dtype), (inverse, kept)), shape=(len(rows), len(flat)))
-    total[rows] += hot @ values
-
-
 def term_products(leaf: Leaf, offset: int, operands: Mapping[str, Operand], room: int) -> list[TermProduct]:
     """The terms of a factored leaf whose columns begin at `offset`."""
+    shapes = {name: operands[name].shape for name in leaf.operands}
     found = []
-    for term in leaf.terms:
-        assert not isinstance(term, Dense)
-        groups, positions, width = operands[term.cotangents].shape
-        moves = term.views
-        if isinstance(term, Conv):
-            groups = term.groups
-            inputs, width = operands[term.inputs].shape[-1] // groups, width // groups
-            block = ("reshape", (*term.window, inputs, groups * width))
-            moves = (block, *moves) if groups == 1 else (("transpose", (1, 0, 2)), block, *moves)
-            inputs *= math.prod(term.window)
-        elif isinstance(term, Index):
-            inputs = term.size
-        else:
-            inputs = 1 if term.inputs is None else operands[term.inputs].shape[-1]
+    for term in leaf.factored:
+        shape, moves = term.matrix_form(shapes)
         found.append(
             TermProduct(
                 term=term,
                 offset=offset,
                 size=leaf.size,
-                shape=(groups, inputs, width),
-                positions=positions,
+                shape=shape,
+                positions=shapes[term.cotangents][1],
                 moves=moves,
                 room=min(SCRATCH, room),
             )

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jacstore.base.precision import LOST
-from jacstore.terms.kinds import Dense, Leaf
+from jacstore.terms.kinds import Leaf
 from jacstore.terms.row_products import squared_norms
 
 # Rounding to so few digits that float64 shows it, and enough that its square does not matter.
@@ -95,7 +95,7 @@ def _rounded(values: np.ndarray, scale: float | None) -> np.ndarray:
 def squared_magnitudes(leaf: Leaf, operands: Mapping[str, np.ndarray]) -> np.ndarray:
     """Squared norms `(n, K)` of what a factored leaf's rows are summed from: of absolute values."""
     wide = {k: v if v.dtype.kind == "i" else np.abs(v.astype(np.float64)) for k, v in operands.items()}
-    terms = tuple(t if isinstance(t, Dense) else replace(t, scale=abs(t.scale)) for t in leaf.terms)
+    terms = tuple(term.magnitudes() for term in leaf.factored)
     norms: np.ndarray = squared_norms(replace(leaf, terms=terms), wide).sum(-1)
     return norms
 
@@ -104,13 +104,4 @@ def lost_to_underflow(leaf: Leaf, operands: Mapping[str, np.ndarray], k: int, st
     """Norm of what one row may have lost because its numbers are too small for the stored type."""
     if leaf.dense:
         return math.sqrt(leaf.size) * LOST[storage]
-    total = 0.0
-    for term in leaf.terms:
-        if isinstance(term, Dense):
-            continue
-        d = operands[term.cotangents][0, k].astype(np.float64)
-        others: list[Any] = [operands[name][0] for name in term.operands if name != term.cotangents]
-        a = others[0].astype(np.float64) if others and others[0].dtype.kind == "f" else np.ones(1)
-        lost = float(np.linalg.norm(a)) * math.sqrt(d.size) + float(np.linalg.norm(d)) * math.sqrt(a.size)
-        total += abs(term.scale) * lost * LOST[storage]
-    return total
+    return sum(term.lost(operands, k, storage) for term in leaf.factored)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jacstore.store.reader import JacobianStore, operand_array
-from jacstore.terms.kinds import Conv, Dense, Dot, Index, Leaf, expand
+from jacstore.terms.kinds import Leaf, expand
 
 # Shares of the memory for the rows at hand and for the products Jᵀ z.
 ROWS_SHARE, SUMS_SHARE = 4, 4
@@ -215,12 +215,11 @@ class _Factors:
 
     def __init__(self, rows: JacobianStore, cols: JacobianStore, leaf: Leaf, memory: int) -> None:
         self.stores, self.leaf, self.memory = (rows, cols), leaf, memory
-        term = leaf.terms[0]
-        assert not isinstance(term, Dense)
-        self.term = term if len(leaf.terms) == 1 and not isinstance(term, Conv) and term.scale else None
+        term = leaf.factored[0]
+        self.term = term if len(leaf.terms) == 1 and term.in_verify and term.scale else None
         self.scale = 1.0 if self.term is None else term.scale
         self.size = leaf.size
-        self.cotangents = {t.cotangents for t in leaf.terms if not isinstance(t, Dense)}
+        self.cotangents = {term.cotangents for term in leaf.factored}
 
     def blocks(self, side: int) -> Iterator[tuple[int, int, dict[str, np.ndarray]]]:
         store = self.stores[side]
@@ -255,16 +254,7 @@ class _Factors:
         if self.term is None:
             return weights.reshape(-1) @ self.rows(block).reshape(-1, self.size)
         d = np.einsum("nk,nkgtd->ngtd", weights, block[self.term.cotangents])
-        if isinstance(self.term, Index):
-            ids, table = block[self.term.ids], np.zeros((self.term.size, d.shape[-1]))
-            np.add.at(table, ids[ids >= 0], d[:, 0][ids >= 0])
-            return table.reshape(-1)
-        assert isinstance(self.term, Dot)
-        if self.term.inputs is None:
-            return d.sum((0, 2)).reshape(-1)
-        a = block[self.term.inputs]
-        flat = [np.ascontiguousarray(x.transpose(1, 0, 2, 3)).reshape(x.shape[1], -1, x.shape[3]) for x in (a, d)]
-        return np.matmul(flat[0].transpose(0, 2, 1), flat[1]).reshape(-1)
+        return self.term.summed_row(block, d)
 
     def push(self, block: Any, sums: np.ndarray) -> np.ndarray:
         if self.term is None:
@@ -273,22 +263,8 @@ class _Factors:
         d = block[self.term.cotangents]
         pushed = np.empty((*d.shape[:2], len(sums)))
         for at, one in enumerate(sums):
-            pushed[..., at] = np.einsum("ngtd,nkgtd->nk", self._met(block, one, d), d)
+            pushed[..., at] = np.einsum("ngtd,nkgtd->nk", self.term.met(block, one, d), d)
         return pushed
-
-    def _met(self, block: Any, sums: np.ndarray, d: np.ndarray) -> np.ndarray:
-        """What went into the layer times a matrix `(G, C, D)`: `(n, G, T, D)`, or one that broadcasts to it."""
-        groups, width = d.shape[2], d.shape[4]
-        if isinstance(self.term, Index):
-            ids = block[self.term.ids]
-            looked = sums.reshape(-1, width)[np.where(ids >= 0, ids, 0)] * (ids >= 0)[..., None]
-            return looked[:, None]
-        assert isinstance(self.term, Dot)
-        matrix = sums.reshape(groups, -1, width)
-        if self.term.inputs is None:
-            return np.broadcast_to(matrix[None], (len(d), groups, d.shape[3], width))
-        met: np.ndarray = np.matmul(block[self.term.inputs], matrix[None])
-        return met
 
 
 def _wide(values: np.ndarray) -> np.ndarray:

@@ -10,8 +10,8 @@ import math
 from collections.abc import Sequence
 
 from jacstore.kernels.plan.plan import Step
-from jacstore.terms.kinds import Conv, Dense, Index, Leaf, Operand
-from jacstore.terms.row_products import by_patches, own_rows_are_smaller, product_numbers
+from jacstore.terms.kinds import Leaf, Operand
+from jacstore.terms.row_products import inside_flops, own_rows_are_smaller
 
 # Adding and multiplying numbers one by one costs about this many multiplications of a matrix product.
 ELEMENTWISE = 12
@@ -93,67 +93,54 @@ def channel_columns(leaf: Leaf, operands: dict[str, Operand]) -> int:
 
 
 def _cotangents(leaf: Leaf, operands: dict[str, Operand]) -> tuple[int, ...]:
-    term = leaf.terms[0]
-    assert not isinstance(term, Dense)
-    return operands[term.cotangents].shape
+    return operands[leaf.factored[0].cotangents].shape
+
+
+def _shapes(leaf: Leaf, operands: dict[str, Operand]) -> dict[str, tuple[int, ...]]:
+    return {name: operands[name].shape for name in leaf.operands}
 
 
 def _patch_numbers(leaf: Leaf, operands: dict[str, Operand]) -> int:
     """Numbers of the patches that a leaf's convolutions cut the images of an example into."""
-    terms = [term for term in leaf.terms if isinstance(term, Conv)]
-    positions = sum(operands[term.cotangents].shape[1] for term in terms)
+    shapes = _shapes(leaf, operands)
+    positions = sum(term.patch_positions(shapes) for term in leaf.factored)
     return positions * leaf.size // _cotangents(leaf, operands)[2]
 
 
 def _positions(leaf: Leaf, operands: dict[str, Operand], n_outputs: int, mode: str) -> int:
     """The most positions, or pixels, that products of this leaf run over; for patches and rows what takes as much."""
-    shapes = {name: operands[name].shape[-2] for name in leaf.operands if operands[name].role == "cotangents"}
-    if mode == "blocks" and own_rows_are_smaller(leaf, shapes, n_outputs):
-        return math.isqrt(3 * leaf.size // n_outputs) + 1
-    most = 1
-    for term in leaf.terms:
-        assert not isinstance(term, Dense)
-        most = max(most, operands[term.cotangents].shape[1])
-        if isinstance(term, Conv):
-            most = max(most, math.isqrt(product_numbers(term, operands[term.inputs].shape)) + 1)
-    return most
+    shapes = _shapes(leaf, operands)
+    positions = {name: operands[name].shape[-2] for name in leaf.operands if operands[name].per_output}
+    if mode == "blocks" and own_rows_are_smaller(leaf, positions, n_outputs):
+        numbers = max(term.most_numbers(leaf.size) for term in leaf.factored)
+        return math.isqrt(3 * numbers // n_outputs) + 1
+    return max(1, *(term.most_positions(shapes) for term in leaf.factored))
 
 
 def _simple(leaf: Leaf, operands: dict[str, Operand]) -> bool:
     """Whether a product of two rows is one product of inputs times one of cotangents."""
-    return len(leaf.terms) == 1 and leaf.terms[0].kind == "dot" and _cotangents(leaf, operands)[:2] == (1, 1)
+    return len(leaf.terms) == 1 and leaf.factored[0].is_simple and _cotangents(leaf, operands)[:2] == (1, 1)
 
 
 def _costs(leaf: Leaf, operands: dict[str, Operand], n_outputs: int, mode: str) -> tuple[int, int, int]:
     """Multiplications and additions: implicit for a pair of examples, expanded for a pair, expanding for an example."""
     outputs = n_outputs * n_outputs if mode in ("full", "blocks") else n_outputs
+    shapes = _shapes(leaf, operands)
+    if any(term.formed for term in leaf.factored):
+        rows = 2 * leaf.size * outputs
+        example = sum(2 * shapes[term.cotangents][1] * term.most_numbers(leaf.size) for term in leaf.factored)
+        return (rows if mode == "blocks" else 2**62), rows, example * n_outputs
     implicit = example = 0
-    expandable = True
-    for p in leaf.terms:
-        assert not isinstance(p, Dense)
-        groups, t, width = operands[p.cotangents].shape
+    for p in leaf.factored:
+        groups, t, width = shapes[p.cotangents]
         example += 2 * t * leaf.size * n_outputs
-        for q in leaf.terms:
-            assert not isinstance(q, Dense)
-            s = operands[q.cotangents].shape[1]
-            implicit += 2 * groups * t * s * width * outputs + ELEMENTWISE * groups * t * s * outputs
-            if isinstance(p, Conv) and isinstance(q, Conv):
-                *space, channels = operands[p.inputs].shape
-                window = math.prod(p.window)
-                if by_patches(p, operands[p.inputs].shape):
-                    implicit += 2 * t * s * window * channels
-                else:
-                    implicit += 2 * math.prod(space) ** 2 * channels + ELEMENTWISE * p.groups * t * s * window
-                expandable &= p.groups == 1
-            elif isinstance(p, Index) or isinstance(q, Index):
-                implicit += ELEMENTWISE * t * s
-                expandable = False
-            elif p.operands[:-1] and q.operands[:-1]:
-                implicit += 2 * groups * t * s * operands[p.operands[0]].shape[-1]
-            else:
-                # A sum over positions is formed before anything is multiplied.
-                implicit -= 2 * groups * (t * s - 1) * width * outputs
-                implicit -= ELEMENTWISE * groups * (t * s - 1) * outputs
+        for q in leaf.factored:
+            s = shapes[q.cotangents][1]
+            inside = inside_flops(p, q, shapes, ELEMENTWISE)
+            # A sum over positions is formed before anything is multiplied.
+            pairs = t * s if inside is not None else 1
+            implicit += 2 * groups * pairs * width * outputs + ELEMENTWISE * groups * pairs * outputs + (inside or 0)
+    expandable = all(term.in_slabs for term in leaf.factored)
     if mode == "blocks" or _simple(leaf, operands) or not expandable:
         return implicit, 2**62, example
     return implicit, 2 * leaf.size * outputs, example

@@ -105,9 +105,9 @@ class _Combined:
         u = self.cotangents[:, rows.first_output : rows.first_output + rows.norms.shape[1]]
         dense = [self._weighted(u, values) for values in rows.rows]
         self._dense = [a + b for a, b in zip(self._dense, dense, strict=True)] if self._dense else dense
-        roles = {operand.name: operand.role for operand in self.passes.cut.operands}
+        per_output = {operand.name for operand in self.passes.cut.operands if operand.per_output}
         for name, values in rows.factors.items():
-            if roles[name] != "cotangents":
+            if name not in per_output:
                 self._factors[name] = values[self.chosen]
                 continue
             part = self._weighted(u, values)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,8 +9,8 @@ import torch
 
 from jacstore.rows.torch.hooks import Key, Layer
 from jacstore.rows.torch.network import Network, path_of
-from jacstore.rows.trace.cut import CONV_GAIN, SMALLEST
-from jacstore.terms.kinds import Conv, Dense, Dot, Factored, Index, Leaf, Operand, Term
+from jacstore.rows.trace.cut import SMALLEST
+from jacstore.terms.kinds import Dense, Factored, Leaf, Operand, Term
 
 # Why a leaf has no terms that had some until an example showed that they are not its gradient.
 WRONG = "its layer's products are not its gradient"
@@ -106,8 +105,8 @@ def _reason(uses: Sequence[tuple[Layer, bool]], outside: bool, wrong: bool) -> s
         return WRONG
     terms = [layer.term(bias) for layer, bias in uses]
     images = {layer.inputs.shape[1:] for layer, _ in uses if layer.form.kind == "conv"}
-    shapes = {tuple({**vars(t), "inputs": None, "cotangents": None}.items()) for t in terms if isinstance(t, Conv)}
-    if len({bias for _, bias in uses}) > 1 or len(images) > 1 or len(shapes) > 1:
+    geometries = {term.geometry for term in terms if term.geometry}
+    if len({bias for _, bias in uses}) > 1 or len(images) > 1 or len(geometries) > 1:
         return "terms of unlike kinds"
     return ""
 
@@ -123,8 +122,8 @@ def _pays(
         return kept, "its layer's cotangents" if kept else "its layer is stored as rows"
     numbers = sum(o.numbers(n_outputs) for layer, _ in uses for o in (layer.inputs, layer.cotangents))
     size = n_outputs * value.numel()
-    gain = CONV_GAIN if uses[0][0].form.kind == "conv" else 1
-    take = layout == "factored" or SMALLEST <= size > gain * numbers
+    smaller_by = uses[0][0].term(bias=False).smaller_by
+    take = layout == "factored" or SMALLEST <= size > smaller_by * numbers
     return take, f"{numbers:,} numbers against {size:,}"
 
 
@@ -136,46 +135,6 @@ def form_rows(terms: Sequence[Factored], operands: Mapping[str, torch.Tensor]) -
 
     All outputs are columns of one product an example: products for each output apart take many times longer.
     """
-    total = sum(_part(term, operands) for term in terms)
+    total = sum(term.rows_in_torch(operands, torch) for term in terms)
     assert isinstance(total, torch.Tensor)
     return total
-
-
-def _part(term: Factored, operands: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    d = operands[term.cotangents][:, :, 0]
-    n, k, t, width = d.shape
-    if isinstance(term, Conv):
-        return _convolved(term, operands[term.inputs], d)
-    if isinstance(term, Dot) and term.inputs is None:
-        return d.sum(2)
-    columns = d.transpose(1, 2).reshape(n, t, k * width)
-    if isinstance(term, Index):
-        ids = operands[term.ids].long()
-        # Row `size` takes what belongs to no row of the table.
-        ids = torch.where(ids < 0, term.size, ids)[:, :, None].expand(-1, -1, k * width)
-        rows = d.new_zeros(n, term.size + 1, k * width).scatter_add(1, ids, columns)[:, :-1]
-        return rows.unflatten(2, (k, width)).transpose(1, 2).reshape(n, k, -1)
-    assert term.inputs is not None
-    block = operands[term.inputs][:, 0].transpose(1, 2) @ columns
-    order = (0, 2, 3, 1) if term.views else (0, 2, 1, 3)
-    return block.unflatten(2, (k, width)).permute(*order).reshape(n, k, -1)
-
-
-def _convolved(term: Conv, images: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
-    """Rows of a filter `(width, channels / groups, *window)` by one product of patches and cotangents an example."""
-    n, k, t, width = d.shape
-    groups = term.groups
-    reaches = [(w - 1) * apart + 1 for w, apart in zip(term.window, term.dilation, strict=True)]
-    pads: list[int] = []
-    for low, size, count, stride, reach in reversed(
-        list(zip(term.padding, images.shape[2:-1], term.positions, term.strides, reaches, strict=True))
-    ):
-        pads += [low, (count - 1) * stride + reach - size - low]
-    patches = torch.nn.functional.pad(images, (0, 0, *pads))
-    for axis, (reach, stride, apart) in enumerate(zip(reaches, term.strides, term.dilation, strict=True), start=2):
-        patches = patches.unfold(axis, reach, stride)[..., ::apart]
-    # (n, B, *positions, channels, *window) as (n, groups, channels / groups * window, T)
-    patches = patches.reshape(n, t, groups, -1).permute(0, 2, 3, 1)
-    columns = d.reshape(n, k, t, groups, width // groups).permute(0, 3, 2, 1, 4).reshape(n, groups, t, -1)
-    block = (patches @ columns).reshape(n, groups, -1, math.prod(term.window), k, width // groups)
-    return block.permute(0, 4, 1, 5, 2, 3).reshape(n, k, -1)

@@ -75,8 +75,12 @@ class Backward:
 
     def constant(self, var: Any) -> float:
         """The value of a scalar that depends on parameters alone."""
+        return float(self.constants(var).item())
+
+    def constants(self, var: Any) -> np.ndarray:
+        """The values of an array that depends on parameters alone."""
         example, cotangent = self._shape
-        return float(np.asarray(self.values(*self._parameters, example, cotangent, [var])[0]).item())
+        return np.asarray(self.values(*self._parameters, example, cotangent, [var])[0])
 
 
 def _inner(eqn: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jacstore.terms.kinds import Conv, Dot, Factored, Index, Views
+from jacstore.terms.kinds import KINDS, Constant, Factored, Gain, Views
 
 # Index maps of cotangents larger than this are not compared; the leaf's bias is then stored as rows.
 MAX_MAP = 20_000_000
@@ -132,20 +132,38 @@ class Core:
     geometry: dict[str, Any] = field(default_factory=dict)
     # Place and number of places along stacked weights, if the core is of one layer of them.
     slot: tuple[int, int] | None = None
+    # A map behind the product, in place of views.
+    maps: Views = ()
+    constants: tuple[Constant, ...] = ()
+
+    @property
+    def smaller_by(self) -> int:
+        """How much smaller than the rows its factors must be to be stored."""
+        return KINDS[self.kind].smaller_by
+
+    @property
+    def from_factors(self) -> bool:
+        """Whether rows are formed from its factors, if rows are stored."""
+        return KINDS[self.kind].from_factors and not self.maps
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        """Of its block without views, channels of cotangents last."""
+        groups, _, width = self.cotangents.shape
+        channels = self.inputs.shape[-1] if self.inputs else 1
+        if "window" not in self.geometry:
+            return groups, channels, width
+        return (*self.geometry["window"], channels // self.geometry["groups"], width)
 
     def numbers(self, n_outputs: int) -> int:
         return (math.prod(self.inputs.shape) if self.inputs else 0) + n_outputs * math.prod(self.cotangents.shape)
 
     def term(self, name_of: Callable[[Made | Stacked, bool], str], stored: bool) -> Factored:
         cotangents = name_of(self.cotangents, stored)
-        common: dict[str, Any] = {"cotangents": cotangents, "scale": self.scale, "views": self.views}
-        if self.kind == "index":
-            assert self.inputs is not None
-            return Index(ids=name_of(self.inputs, stored), **common, **self.geometry)
-        if self.kind == "conv":
-            assert self.inputs is not None
-            return Conv(inputs=name_of(self.inputs, stored), **common, **self.geometry)
-        return Dot(inputs=None if self.inputs is None else name_of(self.inputs, stored), **common)
+        inputs = None if self.inputs is None else name_of(self.inputs, stored)
+        common = {"cotangents": cotangents, "scale": self.scale, "views": self.views}
+        product = KINDS[self.kind].of(inputs, self.geometry, **common)
+        return Gain.behind(product, self.maps, self.constants) if self.maps else product
 
 
 def stacked(cores: Sequence[Core]) -> list[Core] | None:
@@ -187,10 +205,22 @@ def stacked(cores: Sequence[Core]) -> list[Core] | None:
     return found
 
 
+def added(cores: Sequence[Core]) -> list[Core]:
+    """Cores with those that differ in their scale alone added up, such as the two halves of the gradient of `w * w`."""
+    found: dict[Any, Core] = {}
+    for core in cores:
+        key = (core.inputs and core.inputs.key, core.cotangents.key, core.maps, core.constants)
+        if key in found:
+            found[key].scale += core.scale
+        else:
+            found[key] = core
+    return list(found.values())
+
+
 def pairable(cores: list[Core]) -> bool:
     """Whether products of the rows' parts can be formed for every two terms of a leaf."""
     kinds = {core.kind for core in cores}
-    if len(cores) < 2:
+    if len(cores) < 2 or any(core.maps for core in cores):
         return True
     if kinds <= {"index", "dot"} and "index" in kinds:
         index = next(core for core in cores if core.kind == "index")

@@ -21,8 +21,6 @@ from jacstore.rows.trace.candidates import Made, Stacked
 from jacstore.rows.trace.find_terms import Finder, Found
 from jacstore.terms.kinds import Dense, Leaf, Operand, Term, expand
 
-# A convolution's factors must be this much smaller than its rows: a slab's expansion needs all positions of examples.
-CONV_GAIN = 2
 # Rows of smaller leaves stand side by side in one array; as factors each would take files of its own.
 SMALLEST = 1024
 
@@ -150,10 +148,9 @@ def _cut(
         if chosen[n]:
             built = tuple(core.term(name_of, stored=True) for core in terms)
         else:
-            # XLA is slow at filter gradients of single examples; shifted images are multiplied instead.
-            by_shifts = terms and all(core.kind == "conv" for core in terms)
+            by_factors = terms and all(core.from_factors for core in terms)
             shifted = tuple(core.term(lambda m, stored: _temporary(m, names, made), stored=False) for core in terms)
-            rows.append((n, shifted if by_shifts else ()))
+            rows.append((n, shifted if by_factors else ()))
             built = (Dense(start=start, size=size),)
             start += size
         leaves.append(Leaf(path=path, shape=tuple(shape), dtype=dtype, offset=offset, terms=built, why=found[n].why))
@@ -186,14 +183,21 @@ def _choose(
             leaf.terms, leaf.pending, leaf.why = [], [], "stored as rows by an earlier version"
         products = bool(leaf.terms) and not leaf.pending
         numbers, size = sum(core.numbers(n_outputs) for core in leaf.terms), n_outputs * math.prod(shape)
-        gain = CONV_GAIN if any(core.kind == "conv" for core in leaf.terms) else 1
-        take = products and layout != "dense" and (layout == "factored" or SMALLEST <= size > gain * numbers)
+        smaller_by = max((core.smaller_by for core in leaf.terms), default=1)
+        take = products and layout != "dense" and (layout == "factored" or SMALLEST <= size > smaller_by * numbers)
         if products:
             leaf.why = f"{numbers:,} numbers against {size:,}" if layout != "dense" else "layout dense"
         chosen.append(take)
-    stored = {core.cotangents.key for leaf, take in zip(found, chosen, strict=True) if take for core in leaf.terms}
+    cores = [core for leaf, take in zip(found, chosen, strict=True) if take for core in leaf.terms]
+    stored = {core.cotangents.key for core in cores}
+    held = stored | {core.inputs.key for core in cores if core.inputs}
     for n, leaf in enumerate(found):
         if leaf.pending and leaf.terms:
             chosen[n] = all(core.cotangents.key in stored for core in leaf.terms)
             leaf.why = "its layer's cotangents" if chosen[n] else "its layer is stored as rows"
+        elif layout == "auto" and any(core.maps for core in leaf.terms):
+            # The length of a normalised weight, whose direction stores the same factors.
+            free = all(made.key in held for core in leaf.terms for made in (core.inputs, core.cotangents) if made)
+            leaf.why = "its layer's factors" if free and not chosen[n] else leaf.why
+            chosen[n] = chosen[n] or free
     return chosen

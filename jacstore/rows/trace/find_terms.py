@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jacstore.rows.trace.backward import Backward
-from jacstore.rows.trace.candidates import MAX_MAP, Core, Made, pairable, stacked
-from jacstore.rows.trace.weight_maps import Inseparable, ProductBlock, Side, WeightMap
-from jacstore.terms.kinds import Views
+from jacstore.rows.trace.candidates import MAX_MAP, Core, Made, added, pairable, stacked
+from jacstore.rows.trace.gains import ConstantMaps
+from jacstore.rows.trace.weight_maps import EntryByEntry, Inseparable, ProductBlock, Side, WeightMap
+from jacstore.terms.kinds import Constant, Views
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "scatter-add", "scatter_add", "dynamic_update_slice")
 
@@ -36,6 +37,10 @@ class Found:
 
 class _Stop(Exception):
     """A gradient cannot be followed further; the text says why."""
+
+
+class _StopAtEntries(_Stop):
+    """A weight is scaled entry by entry."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +104,7 @@ class Finder:
 
     def __init__(self, flat: Backward) -> None:
         self.flat = flat
+        self._constants: dict[str, Constant] = {}
         self.layers = {root for eqn in flat.closed.jaxpr.eqns if (root := self._layer(eqn)) is not None}
 
     def _layer(self, eqn: Any) -> Any:
@@ -176,13 +182,37 @@ class Finder:
                 layers = stacked([self._product(*product, slots=True) for product in products])
                 if layers:
                     return layers
-        return [self._product(*product) for product in products]
+        try:
+            return [self._product(*product) for product in products]
+        except _StopAtEntries:
+            # A table's rows would have to be formed.
+            if any(self._begun(eqn).kind == "index" for eqn, _, _ in products):
+                raise
+            # All of them up to their maps, so that they share their factors.
+            return added([self._gained(*product) for product in products])
+
+    def _gained(self, eqn: Any, views: Views, scale: float) -> Core:
+        """The core of a product with all linear maps left behind it."""
+        product = self._begun(eqn)
+        maps = ConstantMaps(product.block.shape, self._constants, self.flat.constants)
+        moves = product.block.views()
+        try:
+            steps = maps.follow(views)
+        except Inseparable as error:
+            raise _Stop(str(error)) from error
+        core = product.core(self._made, scale, ())
+        core.maps = _tidy((("reshape", core.block_shape), *moves, *steps), first=1)
+        core.constants = tuple(maps.constants)
+        return core
+
+    def _begun(self, eqn: Any) -> _Product:
+        name = eqn.primitive.name
+        begin = self._dot if name == "dot_general" else self._conv if name.startswith("conv") else self._index
+        return begin(eqn)
 
     def _product(self, eqn: Any, views: Views, scale: float, slots: bool = False) -> Core:
         """The core of a product, with the linear maps behind it carried over to its operands."""
-        name = eqn.primitive.name
-        begin = self._dot if name == "dot_general" else self._conv if name.startswith("conv") else self._index
-        product = begin(eqn)
+        product = self._begun(eqn)
         block = product.block
         block.keeps_slots = slots
         # Behind the last map numbers are only moved, whatever the axes.
@@ -190,6 +220,8 @@ class Finder:
         try:
             for kind, what in views[:count]:
                 block.step(kind, what)
+        except EntryByEntry as error:
+            raise _StopAtEntries(str(error)) from error
         except Inseparable as error:
             raise _Stop(str(error)) from error
         return product.core(self._made, scale, (*block.views(), *views[count:]))
@@ -534,11 +566,17 @@ def _is_zero(flat: Backward, var: Any) -> bool:
     return eqn is not None and eqn.primitive.name == "broadcast_in_dim" and _is_zero(flat, eqn.invars[0])
 
 
-def _tidy(views: Views) -> Views:
-    """Without moves that change nothing: a run of reshapes or transposes is one, the identity is none."""
+def _tidy(views: Views, first: int = 0) -> Views:
+    """Without moves that change nothing: a run of reshapes or transposes is one, the identity is none.
+
+    The `first` ones are kept as they are.
+    """
     tidy: list[tuple[str, tuple[int, ...]]] = []
-    for kind, moved in views:
+    for kind, moved in views[first:]:
         numbers = moved
+        if kind not in ("reshape", "transpose"):
+            tidy.append((kind, numbers))
+            continue
         if tidy and tidy[-1][0] == kind:
             before = tidy.pop()[1]
             numbers = tuple(before[axis] for axis in numbers) if kind == "transpose" else numbers
@@ -547,4 +585,4 @@ def _tidy(views: Views) -> Views:
     # The last reshape only gives the leaf's shape, and rows are flat.
     while tidy and tidy[-1][0] == "reshape":
         tidy.pop()
-    return tuple(tidy)
+    return (*views[:first], *tidy)

@@ -24,6 +24,10 @@ class Inseparable(Exception):
     """A step acts on both sides of a product; the text says which."""
 
 
+class EntryByEntry(Inseparable):
+    """A weight is multiplied by an array that varies along axes that are not all of one side."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WeightMap:
     """A linear step of the program between a product and the gradient of a weight.
@@ -266,9 +270,12 @@ class ProductBlock:
         """Multiply by an array that varies along `axes` only, all of one side."""
         axes = [axis for axis in what.params["axes"] if self.axes[axis] is not None]
         keys: list[int] = [key for axis in axes if (key := self.axes[axis]) is not None]
-        sides = [self._one_side(key) for key in keys]
+        try:
+            sides = [self._one_side(key) for key in keys]
+        except Inseparable as error:
+            raise EntryByEntry(str(error)) from error
         if any(side is not sides[0] for side in sides):
-            raise Inseparable("a weight scaled entry by entry")
+            raise EntryByEntry("a weight scaled entry by entry")
         side = sides[0] if sides else self._last
         places, divide = [side.keys.index(key) for key in keys], what.params["divide"]
 
