@@ -579,16 +579,16 @@ def test_an_error_leaves_stdout_empty_whatever_the_flags(words, finished, tmp_pa
 
 
 WORDS = {
-    ("build", "--dtype"): ("attributes", "DTYPES"),
-    ("build", "--layout"): ("builder", "LAYOUTS"),
-    ("build", "--codec"): ("pieces", "CODECS"),
-    ("gram", "--mode"): ("limits", "MODES"),
-    ("gram", "--dtype"): ("assembly", "KERNEL_DTYPES"),
-    ("gram", "--precision"): ("limits", "PRECISIONS"),
-    ("gram", "--engine"): ("assembly", "ENGINES"),
-    ("sample", "--likelihood"): ("likelihoods", "LIKELIHOODS"),
-    ("sample", "--method"): ("posterior", "METHODS"),
-    ("sample", "--precision"): ("assembly", "KERNEL_DTYPES"),
+    ("build", "--dtype"): ("store.metadata", "DTYPES"),
+    ("build", "--layout"): ("rows.build", "LAYOUTS"),
+    ("build", "--codec"): ("storage.chunks", "CODECS"),
+    ("gram", "--mode"): ("base.modes", "Mode"),
+    ("gram", "--dtype"): ("kernels.gram", "KERNEL_DTYPES"),
+    ("gram", "--precision"): ("base.limits", "PRECISIONS"),
+    ("gram", "--engine"): ("kernels.gram", "ENGINES"),
+    ("sample", "--likelihood"): ("operators.likelihoods", "LIKELIHOODS"),
+    ("sample", "--method"): ("inference.posterior", "METHODS"),
+    ("sample", "--precision"): ("kernels.gram", "KERNEL_DTYPES"),
 }
 
 
@@ -603,7 +603,8 @@ def options_with_words():
 
 
 def test_the_words_of_a_flag_are_those_that_its_keyword_allows():
-    allowed = {at: getattr(importlib.import_module(f"jacstore.{module}"), name) for at, (module, name) in WORDS.items()}
+    given = {at: getattr(importlib.import_module(f"jacstore.{module}"), name) for at, (module, name) in WORDS.items()}
+    allowed = {at: tuple(words) for at, words in given.items()}
     allowed["build", "--codec"] = ("auto", *allowed["build", "--codec"])
     assert {at: tuple(words) for at, words in options_with_words().items()} == allowed
 

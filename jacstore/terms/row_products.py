@@ -1,4 +1,4 @@
-"""In: factors of rows. Out: products of rows, without forming rows.
+"""Products of rows from their factors, without forming the rows.
 
 A row's part is `sum_t a_t ⊗ d_t`, so a product of two rows is `sum_{t,s} (a_t · b_s) (d_t · e_s)`: products of inputs
 (of patches for convolutions, equality of indices for look-ups) times products of cotangents. Formulas are written for
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from jacstore.base.modes import Mode
 from jacstore.terms.kinds import Conv, Dense, Dot, Factored, Index, Leaf, expand
 
 Operands = Mapping[str, Any]
@@ -30,7 +31,7 @@ def squared_norms(leaf: Leaf, operands: Operands, xp: Any = np) -> Any:
 
 
 def products(
-    leaf: Leaf, left: Operands, right: Operands, mode: str, xp: Any = np, across: dict[Any, Any] | None = None
+    leaf: Leaf, left: Operands, right: Operands, mode: Mode, xp: Any = np, across: dict[Any, Any] | None = None
 ) -> Any:
     """Products of a factored leaf's rows of n examples with those of m others, for mode full, trace or diagonal.
 
@@ -59,7 +60,7 @@ def own_products(leaf: Leaf, operands: Operands, xp: Any = np) -> Any:
             rows = expand(leaf.terms, one, leaf.size, xp)[0]
             blocks.append(xp.matmul(rows, rows.T))
         else:
-            blocks.append(products(leaf, one, one, "full", xp)[0, :, 0])
+            blocks.append(products(leaf, one, one, Mode.FULL, xp)[0, :, 0])
     return xp.stack(blocks)
 
 
@@ -76,22 +77,24 @@ def _factored(leaf: Leaf) -> list[Factored]:
     return [term for term in leaf.terms if not isinstance(term, Dense)]
 
 
-def _pair(p: Factored, q: Factored, left: Operands, right: Operands, mode: str, xp: Any, across: dict[Any, Any]) -> Any:
+def _pair(
+    p: Factored, q: Factored, left: Operands, right: Operands, mode: Mode, xp: Any, across: dict[Any, Any]
+) -> Any:
     d, e = left[p.cotangents], right[q.cotangents]
     unlike = isinstance(p, Index) != isinstance(q, Index)
-    if mode == "diagonal" or (mode == "trace" and unlike):
+    if not mode.crosses_outputs and (unlike or not mode.sums_outputs):
         # One output at a time.
         parts = []
         for k in range(d.shape[1]):
             mine, other = dict(left), dict(right)
             mine[p.cotangents], other[q.cotangents] = d[:, k : k + 1], e[:, k : k + 1]
-            parts.append(_pair(p, q, mine, other, "full", xp, {})[:, 0, :, 0])
-        return xp.stack(parts) if mode == "diagonal" else sum(parts)[:, None, :, None]
+            parts.append(_pair(p, q, mine, other, Mode.FULL, xp, {})[:, 0, :, 0])
+        return sum(parts)[:, None, :, None] if mode.sums_outputs else xp.stack(parts)
     if unlike:
         return _looked_up_pairs(p, q, left, right, xp)
     groups = p.groups if isinstance(p, Conv) else d.shape[2]
     d, e = _grouped(d, groups), _grouped(e, groups)
-    if mode == "trace":
+    if mode.sums_outputs:
         d, e = _outputs_as_channels(d), _outputs_as_channels(e)
     total = None
     for group in range(groups):
