@@ -1,4 +1,4 @@
-"""In: nothing, or what is to be judged. Out: tiny problems, dense float64 truth, listeners that count or stop, errors.
+"""Tools for tests: tiny problems, dense float64 truth, measures of errors, listeners that count or stop.
 
 For the tests of jacstore and of what is built on it; the package itself imports nothing from here. The truth shares no
 line with the package's own device pass: one `jax.jacrev` an example, in float64, and NumPy from there on.
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jacstore.base.events import Event
+from jacstore.base.modes import Mode
 from jacstore.problem.problem import Problem
 
 # What "equal" means without more: rows ‖a-b‖/‖b‖, kernels |Δ_ij| / sqrt(G_ii G_jj).
@@ -145,10 +146,8 @@ def _selected(select: Any, path: Any) -> bool:
 def dense_kernel(rows: np.ndarray, other: np.ndarray | None = None, mode: str = "full") -> np.ndarray:
     """The kernel of rows `(N, K, P)`, or between them and `other`, in the shapes of `jacstore.gram`'s modes."""
     a, b = rows.astype(np.float64), (rows if other is None else other).astype(np.float64)
-    if mode == "full":
-        return a.reshape(-1, a.shape[2]) @ b.reshape(-1, b.shape[2]).T
-    equation = {"trace": "nkp,mkp->nm", "diagonal": "nkp,mkp->knm", "blocks": "nkp,nlp->nkl"}[mode]
-    return np.einsum(equation, a, b, optimize=True)
+    found: np.ndarray = np.einsum(Mode(mode).equation, a, b, optimize=True)
+    return found.reshape(Mode(mode).shape(len(a), len(b), a.shape[1]))
 
 
 # -------------------------------------------------------------------------------------------------------------- errors
@@ -189,10 +188,7 @@ def _scales(truth: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _norms(rows: np.ndarray, mode: str) -> np.ndarray:
-    squares = np.square(rows.astype(np.float64)).sum(-1)
-    if mode == "trace":
-        squares = squares.sum(-1)
-    return np.sqrt({"full": squares.reshape(-1), "trace": squares, "diagonal": squares.T, "blocks": squares}[mode])
+    return np.sqrt(Mode(mode).on_diagonal(np.square(rows.astype(np.float64)).sum(-1)))
 
 
 # ----------------------------------------------------------------------------------------------------------- listeners

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 import jacstore
+from jacstore.base.modes import Mode
 from jacstore.kernels.context import Work, make_engine
 
 
@@ -64,7 +65,7 @@ def arithmetic_seconds(work: Work, slab: np.ndarray, repeats: int) -> float:
         operand = engine.load(slab)
         for index, (i, j) in enumerate(tiles):
             rows, cols = (slice(*plan.rows.examples(plan.tile, t, t + 1)) for t in (i, j))
-            totals[index] = engine.add("full", totals[index], operand, rows, operand, cols, columns)
+            totals[index] = engine.add(Mode.FULL, totals[index], operand, rows, operand, cols, columns)
     return (time.perf_counter() - started) / repeats
 
 

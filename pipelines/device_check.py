@@ -36,6 +36,7 @@ import jacstore
 from jacstore import testing
 from jacstore.base import machine
 from jacstore.base.events import Started
+from jacstore.base.modes import Mode
 from jacstore.errors import RunInterruptedError
 from jacstore.kernels.engines.xla import XlaEngine
 
@@ -164,7 +165,7 @@ def arithmetic(run: Run) -> dict[str, Any]:
 
         def add(engine: XlaEngine = engine, operand: Any = operand, where: Any = where, total: Any = total) -> Any:
             for _ in range(repeats):
-                total = engine.add("full", total, operand, where[0], operand, where[0], where[1])
+                total = engine.add(Mode.FULL, total, operand, where[0], operand, where[0], where[1])
             return total
 
         total = add()

@@ -27,6 +27,7 @@ import numpy as np
 import jacstore
 from common import conv, conv_init, dense, dense_init, leave, leaves_table, table
 from jacstore.base.machine import format_size, parse_size
+from jacstore.base.modes import Mode
 from jacstore.kernels.plan.plan import GramPlan
 from jacstore.kernels.plan.schedule import plan_gram
 from jacstore.kernels.plan.steps import plan_steps
@@ -112,14 +113,14 @@ def planned(store: jacstore.JacobianStore, examples: int, memory: int) -> tuple[
         factor_bytes=store.factor_bytes,
     )
     plan = plan_gram(
-        mode="full",
+        mode=Mode.FULL,
         rows=Side(n_examples=examples, unit_size=kept.unit_size, piece_columns=kept.piece_columns, itemsize=4),
         cols=None,
         n_outputs=store.n_outputs,
         n_columns=store.n_columns,
         product_itemsize=4,
         memory=memory,
-        steps=plan_steps(store.leaves, store.operands, store.n_outputs, examples, "full"),
+        steps=plan_steps(store.leaves, store.operands, store.n_outputs, examples, Mode.FULL),
         factor_bytes=(store.factor_bytes, store.factor_bytes),
     )
     return kept.bytes_stored, plan

@@ -582,7 +582,7 @@ WORDS = {
     ("build", "--dtype"): ("store.metadata", "DTYPES"),
     ("build", "--layout"): ("rows.build", "LAYOUTS"),
     ("build", "--codec"): ("storage.chunks", "CODECS"),
-    ("gram", "--mode"): ("base.limits", "MODES"),
+    ("gram", "--mode"): ("base.modes", "Mode"),
     ("gram", "--dtype"): ("kernels.gram", "KERNEL_DTYPES"),
     ("gram", "--precision"): ("base.limits", "PRECISIONS"),
     ("gram", "--engine"): ("kernels.gram", "ENGINES"),
@@ -603,7 +603,8 @@ def options_with_words():
 
 
 def test_the_words_of_a_flag_are_those_that_its_keyword_allows():
-    allowed = {at: getattr(importlib.import_module(f"jacstore.{module}"), name) for at, (module, name) in WORDS.items()}
+    given = {at: getattr(importlib.import_module(f"jacstore.{module}"), name) for at, (module, name) in WORDS.items()}
+    allowed = {at: tuple(words) for at, words in given.items()}
     allowed["build", "--codec"] = ("auto", *allowed["build", "--codec"])
     assert {at: tuple(words) for at, words in options_with_words().items()} == allowed
 

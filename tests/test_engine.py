@@ -19,16 +19,16 @@ import jacstore
 import jacstore.kernels.engines.blas
 from jacstore import StoreWriter
 from jacstore.base.blas_threads import blas_threads
+from jacstore.base.modes import Mode
 from jacstore.errors import InvalidRequestError, RequestMismatchError
 from jacstore.kernels.context import Work
 from jacstore.kernels.engines.blas import LEAST_BLOCKS, LEAST_SPLIT, BlasEngine, _cut, symmetrize
 from jacstore.kernels.engines.xla import XlaEngine, resident_bytes
-from jacstore.kernels.plan.plan import block_shape
 from jacstore.terms import Dot, Leaf
 from jacstore.terms.factor_set import FactorSet
 
 quick = settings(max_examples=25, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-MODES = ("full", "trace", "diagonal", "blocks")
+MODES = list(Mode)
 MEMORY = "200MB"
 # Of a sum of products, in units of sqrt(G_ii G_jj).
 LIMIT = {"float64": 1e-14, "float32": 5e-7}
@@ -73,8 +73,8 @@ def as_read(engine, rows):
 
 def streamed(engine, mode, a, b, slabs, rows=slice(None), cols=slice(None)):
     """The kernel of examples `rows` of `a` and `cols` of `b`, summed over slabs of columns."""
-    rows, cols = slice(*rows.indices(len(a))), slice(*cols.indices(len(b)))
-    shape = block_shape(mode, rows.stop - rows.start, cols.stop - cols.start, a.shape[1])
+    mode, rows, cols = Mode(mode), slice(*rows.indices(len(a))), slice(*cols.indices(len(b)))
+    shape = mode.shape(rows.stop - rows.start, cols.stop - cols.start, a.shape[1])
     total = engine.zeros(shape)
     for first, last in slabs:
         left = engine.load(as_read(engine, a[:, :, first:last].copy()))
@@ -116,7 +116,7 @@ def test_blas_multiplies_any_part_of_a_slab(n, k, widths, data):
 def test_columns_inside_a_slab_are_multiplied_alone(mode):
     a = random_rows(5, 2, 30)
     for engine in engines("float64"):
-        total = engine.zeros(block_shape(mode, 5, 5, 2))
+        total = engine.zeros(mode.shape(5, 5, 2))
         operand = engine.load(as_read(engine, a))
         for columns in (slice(3, 11), slice(20, 30)):
             total = engine.add(mode, total, operand, slice(0, 5), operand, slice(0, 5), columns)
@@ -125,14 +125,14 @@ def test_columns_inside_a_slab_are_multiplied_alone(mode):
 
 
 @pytest.mark.parametrize("syrk_rows", [13, 68, 10_000])
-@pytest.mark.parametrize("mode", ["full", "trace", "diagonal"])
+@pytest.mark.parametrize("mode", [Mode.FULL, Mode.TRACE, Mode.DIAGONAL])
 def test_a_diagonal_tile_is_symmetric_to_the_bit(mode, syrk_rows, monkeypatch):
     monkeypatch.setattr(jacstore.kernels.engines.blas, "SYRK_ROWS", syrk_rows)
     a, tile = random_rows(70, 2, 32), slice(2, 70)
     for engine in engines("float32"):
         found = streamed(engine, mode, a, a, [(0, 16), (16, 32)], tile, tile)
         upper = np.triu(found).copy()
-        symmetric = symmetrize(mode, found)
+        symmetric = symmetrize(found)
         np.testing.assert_array_equal(symmetric, np.swapaxes(symmetric, -1, -2))
         np.testing.assert_array_equal(np.triu(symmetric), upper)
         assert error_of(symmetric, a[tile], a[tile], mode) <= LIMIT["float32"]
@@ -142,7 +142,7 @@ def test_a_diagonal_tile_is_symmetric_to_the_bit(mode, syrk_rows, monkeypatch):
 def test_symmetrize_mirrors_the_upper_half_and_keeps_it(shape):
     tile = np.random.default_rng(0).normal(size=shape)
     upper = np.triu(tile)
-    mirrored = symmetrize("diagonal", tile)
+    mirrored = symmetrize(tile)
     assert mirrored is tile
     np.testing.assert_array_equal(mirrored, upper + np.swapaxes(np.triu(upper, 1), -1, -2))
 
@@ -210,7 +210,7 @@ def test_the_host_buffer_of_a_slab_may_be_used_again():
     buffer = a.copy()
     operand = engine.load(buffer)
     buffer[:] = np.nan
-    total = engine.add("full", engine.zeros((8, 8)), operand, slice(0, 4), operand, slice(0, 4), slice(0, 10))
+    total = engine.add(Mode.FULL, engine.zeros((8, 8)), operand, slice(0, 4), operand, slice(0, 4), slice(0, 10))
     assert error_of(engine.fetch(total), a, a, "full") <= LIMIT["float32"]
 
 
@@ -428,7 +428,7 @@ def simple_factors(n, outputs=1, widths=((61, 40), (33, 10)), dtype="float32", s
     return FactorSet(leaves, operands), np.concatenate(rows, -1)
 
 
-@pytest.mark.parametrize("mode", ["full", "trace", "diagonal"])
+@pytest.mark.parametrize("mode", [Mode.FULL, Mode.TRACE, Mode.DIAGONAL])
 @pytest.mark.parametrize("outputs", [1, 3])
 def test_tiles_from_factors_have_the_same_bits_with_any_number_of_threads(mode, outputs):
     n = 700
@@ -437,9 +437,9 @@ def test_tiles_from_factors_have_the_same_bits_with_any_number_of_threads(mode, 
     for one, other in ((slice(0, n), slice(0, n)), (slice(0, 333), slice(333, n))):
         found = []
         for threads in (1, 2, 3, 16):
-            total = np.zeros(block_shape(mode, one.stop - one.start, other.stop - other.start, outputs))
+            total = np.zeros(mode.shape(one.stop - one.start, other.stop - other.start, outputs))
             tile = BlasEngine("float32", threads).add_factors(mode, total, factors, one, factors, other)
-            found.append(symmetrize(mode, tile) if one == other else tile)
+            found.append(symmetrize(tile) if one == other else tile)
         assert all(np.array_equal(found[0], tile) for tile in found)
         if mode == "full":
             a, b = (slice(s.start * outputs, s.stop * outputs) for s in (one, other))

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from jacstore import Problem, build
 from jacstore.base import limits
-from jacstore.base.limits import MODES
+from jacstore.base.modes import Mode
 from jacstore.base.schema import typed
 from jacstore.errors import InvalidRequestError
-from jacstore.kernels.plan.plan import GramPlan, Group, block_shape
+from jacstore.kernels.plan.plan import GramPlan, Group
 from jacstore.kernels.plan.schedule import plan_gram
 from jacstore.kernels.plan.steps import ELEMENTWISE, plan_steps
 from jacstore.store import layout
@@ -125,7 +125,7 @@ def sides(draw):
 @st.composite
 def requests(draw, **fixed):
     rows = draw(sides())
-    mode = draw(st.sampled_from(MODES))
+    mode = draw(st.sampled_from(Mode))
     n_columns = draw(log_integers(1, 80))
     borders = draw(st.none() | st.sets(st.integers(1, n_columns), max_size=4))
     return {
@@ -189,7 +189,7 @@ def bytes_held(plan, group, width, request, copies=(2, 3)):
     """Bytes of a group's accumulators, scratch tiles, slabs and buffers of reading threads."""
     held = sum(8 * math.prod(plan.tile_shape(i, j)) for i, j in plan.tiles_of(group))
     edge = (min(plan.tile, side.n_examples) for side in (plan.rows, plan.cols))
-    held += copies[1] * 8 * math.prod(block_shape(plan.mode, *edge, plan.n_outputs))
+    held += copies[1] * 8 * math.prod(plan.mode.shape(*edge, plan.n_outputs))
     examples = sum(b - a for _, a, b in ranges_of(plan, group))
     held += copies[0] * examples * plan.n_outputs * width * request["product_itemsize"]
     piece = max(side.unit_size * side.piece_columns * side.itemsize for side in (plan.rows, plan.cols))
@@ -317,7 +317,7 @@ def largest_squares(plan, fits):
 
 
 TEN_PERCENT_FEWER = {
-    "mode": "full",
+    "mode": Mode.FULL,
     "rows": Side(n_examples=20, unit_size=1, piece_columns=1, itemsize=2),
     "cols": None,
     "n_outputs": 1,
@@ -354,7 +354,7 @@ def test_of_strips_and_squares_the_plan_takes_the_fewer_bytes(request, tile):
 def big(n_examples, memory, **changes):
     side = Side(n_examples=n_examples, unit_size=512, piece_columns=512, itemsize=4)
     request = {
-        "mode": "full",
+        "mode": Mode.FULL,
         "rows": side,
         "cols": None,
         "n_outputs": 1,
@@ -419,7 +419,7 @@ def test_a_plan_for_a_kernel_of_300000_rows_takes_under_two_seconds(gib, outputs
 
 def test_too_many_tiles_are_refused_and_the_advice_helps():
     side = Side(n_examples=150, unit_size=10, piece_columns=8, itemsize=4)
-    request = {"mode": "full", "rows": side, "cols": None, "n_outputs": 1, "n_columns": 20, "product_itemsize": 4}
+    request = {"mode": Mode.FULL, "rows": side, "cols": None, "n_outputs": 1, "n_columns": 20, "product_itemsize": 4}
     with pytest.raises(InvalidRequestError, match=r"22,500 tiles .* at most 20,000 .*--tile \(tile=\)"):
         plan_gram(**request, memory=10**9, tile=1)
     assert plan_gram(**request, memory=10**9, tile=2).tiles_total == 75 * 76 // 2
@@ -433,7 +433,7 @@ def test_tiles_that_nobody_asked_for_never_make_too_many_files(leaves):
 
 def test_by_leaf_every_tile_counts_once_for_each_leaf():
     side = Side(n_examples=100, unit_size=10, piece_columns=8, itemsize=4)
-    request = {"mode": "full", "rows": side, "cols": None, "n_outputs": 1, "n_columns": 20, "product_itemsize": 4}
+    request = {"mode": Mode.FULL, "rows": side, "cols": None, "n_outputs": 1, "n_columns": 20, "product_itemsize": 4}
     with pytest.raises(InvalidRequestError, match="30,000 tiles"):
         plan_gram(**request, memory=10**9, tile=1, leaf_borders=[0, 5, 11])
 
@@ -452,7 +452,7 @@ def test_a_store_plan_is_frozen_and_keyword_only():
 
 def test_operations_of_a_dense_layer_are_those_of_one_product_of_inputs_and_one_of_cotangents():
     store = build(Problem(apply=apply_layer, params=LAYER, inputs=np.ones((6, 5), np.float32)), None, layout="factored")
-    steps = plan_steps(store.leaves, store.operands, store.n_outputs, store.n_examples, "full")
+    steps = plan_steps(store.leaves, store.operands, store.n_outputs, store.n_examples, Mode.FULL)
     # Not twice, although the bias has a leaf of its own.
     assert sum(step.flops_pair for step in steps) == 2 * 5 + 2 * 3 * 3 * 3 + ELEMENTWISE * 3 * 3
 

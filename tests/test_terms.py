@@ -13,6 +13,7 @@ import pytest
 
 import jacstore
 from jacstore import Problem
+from jacstore.base.modes import Mode
 from jacstore.base.schema import typed
 from jacstore.errors import InvalidRequestError
 from jacstore.problem.problem import precision_context, prepare
@@ -422,10 +423,10 @@ def test_products_of_terms_are_those_of_the_rows_that_they_stand_for(name):
         one, other = (rows[a:b, :, leaf.offset : leaf.offset + leaf.size] for a, b in ranges)
         full = np.einsum("ikp,jlp->ikjl", one, other)
         limit = 1e-12 * np.abs(full).max()
-        np.testing.assert_allclose(products(leaf, left, right, "full"), full, atol=limit)
+        np.testing.assert_allclose(products(leaf, left, right, Mode.FULL), full, atol=limit)
         trace = np.einsum("ikjk->ij", full)
-        np.testing.assert_allclose(products(leaf, left, right, "trace")[:, 0, :, 0], trace, atol=4 * limit)
-        np.testing.assert_allclose(products(leaf, left, right, "diagonal"), np.einsum("ikjk->kij", full), atol=limit)
+        np.testing.assert_allclose(products(leaf, left, right, Mode.TRACE)[:, 0, :, 0], trace, atol=4 * limit)
+        np.testing.assert_allclose(products(leaf, left, right, Mode.DIAGONAL), np.einsum("ikjk->kij", full), atol=limit)
 
 
 def test_products_of_terms_are_those_of_numpy_and_jax_alike():
@@ -433,7 +434,7 @@ def test_products_of_terms_are_those_of_numpy_and_jax_alike():
     leaf = next(leaf for leaf in store.leaves if leaf.terms[0].kind == "conv")
     held = {name: store.read_operand(name, 0, 3) for name in leaf.operands}
     with jax.enable_x64(True):
-        for mode in ("full", "trace", "diagonal"):
+        for mode in (Mode.FULL, Mode.TRACE, Mode.DIAGONAL):
             np.testing.assert_allclose(
                 products(leaf, held, held, mode, jnp), products(leaf, held, held, mode), rtol=1e-12
             )

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 import jacstore
 from jacstore import Problem
+from jacstore.base.modes import Mode
 from jacstore.terms.row_products import products
 
 EXAMPLES = 3
@@ -403,7 +404,7 @@ def check(net: Network, inputs: np.ndarray, k: int, layout: str) -> None:
             # A plan may form the rows of such small leaves instead.
             held = {name: store.read_operand(name, 0, EXAMPLES) for name in leaf.operands}
             part = rows[..., leaf.offset : leaf.offset + leaf.size].reshape(EXAMPLES * k, -1)
-            implicit = products(leaf, held, held, "full").reshape(len(part), -1)
+            implicit = products(leaf, held, held, Mode.FULL).reshape(len(part), -1)
             assert_between(implicit, part @ part.T, np.square(rows).sum(-1).ravel())
     flat = rows.reshape(EXAMPLES * k, -1)
     full = flat @ flat.T

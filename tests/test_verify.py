@@ -427,7 +427,7 @@ def test_gram_stops_at_a_tile_whose_diagonal_is_not_the_norms_and_names_it(store
     monkeypatch.setattr(
         jacstore.kernels.finish,
         "symmetrize",
-        lambda mode, tile: symmetrize(mode, tile) * (1 + 1e-4 * (tile.max() > limit)),
+        lambda tile: symmetrize(tile) * (1 + 1e-4 * (tile.max() > limit)),
     )
     with pytest.raises(DamagedDataError, match=rf"tile \({at}, {at}\): the diagonal at example \d, output \d"):
         gram(stores / "mlp.jac", None, tmp_path / "k", tile=3, memory=MEMORY)

@@ -1,6 +1,5 @@
-"""Names and numbers that several parts of the package share: modes, precisions, caps, sizes of blocks."""
+"""Names and numbers that several parts of the package share: precisions, caps, sizes of blocks."""
 
-MODES = ("full", "trace", "diagonal", "blocks")
 PRECISIONS = ("float64", "float32", "fast")
 MAX_FILES = 20_000
 MAX_ITEMS = 10_000

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 from dataclasses import MISSING, fields, is_dataclass
+from enum import StrEnum
 from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -118,6 +119,10 @@ def _simple(hint: Any, value: Any, name: str) -> Any:
         return float(value)
     if hint in (str, bool) and type(value) is hint:
         return value
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        if type(value) is str and value in [*hint]:
+            return hint(value)
+        raise _wrong(name, value, f"one of {', '.join(hint)}")
     raise _wrong(name, value, "a " + getattr(get_origin(hint) or hint, "__name__", "value"))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from jacstore.base.modes import Mode
 from jacstore.cli import text
 from jacstore.cli.terminal import Lines, OneLineErrors, Shared, Stop, Words, common, run, with_warnings
 
@@ -16,7 +17,7 @@ from jacstore.cli.terminal import Lines, OneLineErrors, Shared, Stop, Words, com
 DTYPES = Words("float32", "bfloat16", "float16", "float64")
 LAYOUTS = Words("auto", "dense", "factored")
 CODECS = Words("auto", "none", "lz4", "zstd")
-MODES = Words("full", "trace", "diagonal", "blocks")
+MODES = Words(*(mode.value for mode in Mode))
 KERNEL_DTYPES = Words("float64", "float32")
 PRECISIONS = Words("float64", "float32", "fast")
 PRODUCT_PRECISIONS = Words("float64", "float32")

@@ -97,8 +97,8 @@ def _classes(labels: np.ndarray, kernel: Kernel) -> int:
     """Number of classes of integer labels `(N,)`: the kernel's outputs if it has several; 0 for targets."""
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
         return 0
-    several = kernel.mode == "full" and kernel.plan.n_outputs > 1
-    return kernel.plan.n_outputs if several else int(labels.max(initial=0)) + 1
+    rows = kernel.plan.mode.rows_per_example(kernel.plan.n_outputs)
+    return rows if rows > 1 else int(labels.max(initial=0)) + 1
 
 
 def _load(path: str) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""In: kernels, and what a loss says about each output. Out: which training examples move which predictions.
+"""Which training examples move which predictions, from kernels and the derivatives of a loss by the outputs.
 
 With r = dloss/df `(N, K)` the gradient of an example's loss is `g_i = J_iᵀ r_i`, so stored kernels hold every inner
 product of such gradients, for any labels and any loss, without another pass over J: gradient dots
@@ -100,7 +100,7 @@ def _dots(kernel: Any, rows: Any, columns: Any) -> da.Array:
     k = np.shape(rows)[-1] if np.ndim(rows) == 2 else 1
     gram = Gram(kernel, None if isinstance(kernel, Kernel | str | Path) else k)
     k = gram.n_outputs
-    if gram.mode != "full":
+    if gram.mode.sums_outputs:
         raise InvalidRequestError(
             f"{gram.where} has mode {gram.mode}, which sums over outputs; assemble with --mode full (mode=)"
         )

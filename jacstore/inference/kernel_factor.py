@@ -1,4 +1,4 @@
-"""In: the kernel G of a store and alpha. Out: regression, uncertainty and evidence, without another pass over J.
+"""Regression, uncertainty and evidence from the kernel G of a store and alpha, without another pass over J.
 
 With `C = (G + alpha I)⁻¹`, alpha the ridge of a regression and the prior precision of a Laplace posterior, whose
 precision is `A = alpha I + Jᵀ J`: weights `w = C (y - f0)`, predictions `f0(x*) + G* w` and their covariance
@@ -23,7 +23,7 @@ from jacstore.errors import InvalidRequestError
 from jacstore.inference.factorize import METHODS, checked_alphas, factorize
 from jacstore.inference.kernel_matrix import Columns, Gram, as_columns, cross_gram, offset_like
 from jacstore.inference.linalg.cholesky_eigh import PANEL, Eigen
-from jacstore.kernels.kernel import open_kernel
+from jacstore.kernels.kernel import Kernel, open_kernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,10 +248,10 @@ class KernelFactor:
                 f"{what}: the diagonal of {self.gram.where} was replaced by exact norms, so it is not J Jᵀ of the "
                 "stored J; assemble a kernel without that"
             )
-        if self.gram.mode == "trace":
+        if self.gram.mode.sums_outputs:
             raise InvalidRequestError(
-                f"{what}: {self.gram.where} has mode trace, the sum over outputs, which is not J Jᵀ; assemble with "
-                "--mode full (mode=)"
+                f"{what}: {self.gram.where} has mode {self.gram.mode}, the sum over outputs, which is not J Jᵀ; "
+                "assemble with --mode full (mode=)"
             )
 
     # ---- helpers ----
@@ -279,13 +279,12 @@ class KernelFactor:
     def _own_blocks(self, blocks: Any, cross: Gram) -> np.ndarray:
         k = self.n_outputs
         blocks = open_kernel(str(blocks)) if isinstance(blocks, str | Path) else blocks
-        mode = getattr(blocks, "mode", "blocks")
-        if mode != "blocks":
+        if isinstance(blocks, Kernel) and not blocks.plan.mode.within_examples:
             raise InvalidRequestError(
-                f"blocks has mode {mode}; assemble the other store's own kernel with --mode blocks (mode=)"
+                f"blocks has mode {blocks.mode}; assemble the other store's own kernel with --mode blocks (mode=)"
             )
         array = np.asarray(getattr(blocks, "array", blocks), np.float64)
-        if self.gram.mode == "trace" and array.ndim == 3:
+        if self.gram.mode.sums_outputs and array.ndim == 3:
             array = np.trace(array, axis1=1, axis2=2)
         if array.shape not in ((cross.n_examples, k, k), *[(cross.n_examples,)] * (k == 1)):
             raise InvalidRequestError(

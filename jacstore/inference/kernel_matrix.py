@@ -1,4 +1,4 @@
-"""In: a kernel on disk, lazy on Dask or an array. Out: all of it in float64, its rows panel by panel, or its product.
+"""A kernel as a matrix in float64, whole, by panels of rows or as products, from disk, from Dask or from an array.
 
 What a solver has to know of a kernel, whoever made it: rows per example, what its entries are rounded to, who it is.
 """
@@ -16,6 +16,7 @@ import dask.array as da
 import numpy as np
 
 from jacstore.base.machine import default_memory, format_size
+from jacstore.base.modes import Mode
 from jacstore.errors import InvalidRequestError
 from jacstore.kernels.kernel import Kernel, open_kernel
 from jacstore.kernels.lazy import DescribedArray
@@ -66,21 +67,17 @@ class Gram:
             )
 
     def _describe_kernel(self, kernel: Kernel, outputs: int | None) -> None:
-        if kernel.mode not in ("full", "trace"):
+        mode = kernel.plan.mode
+        if not mode.is_matrix:
             raise InvalidRequestError(
-                f"{kernel.path} has mode {kernel.mode}; allowed are full and trace: assemble with --mode full (mode=)"
+                f"{kernel.path} has mode {mode}; allowed are full and trace: assemble with --mode full (mode=)"
             )
-        self.n_outputs = kernel.plan.n_outputs if kernel.mode == "full" else 1
+        self.n_outputs = mode.rows_per_example(kernel.plan.n_outputs)
         if outputs not in (None, self.n_outputs):
             raise InvalidRequestError(
                 f"outputs={outputs}: {kernel.path} has {self.n_outputs} row(s) per example; leave outputs= out"
             )
-        self.array, self.where, self.mode, self.symmetric = (
-            kernel.array,
-            kernel.path,
-            kernel.mode,
-            kernel.plan.symmetric,
-        )
+        self.array, self.where, self.mode, self.symmetric = kernel.array, kernel.path, mode, kernel.plan.symmetric
         self.roundoff = max(STORED[kernel.dtype.name], PRODUCTS[kernel.resolved["precision"]])
         self.exact_diagonal = bool(getattr(kernel, "exact_diagonal", False))
 
@@ -91,14 +88,14 @@ class Gram:
                 f"a kernel of shape {array.shape} and type {array.dtype}; allowed are a jacstore.Kernel, its path, or "
                 "a real matrix (rows, columns) of NumPy or Dask"
             )
-        self.array, self.where, self.mode, self.symmetric = array, "the kernel", "full", False
+        self.array, self.where, self.mode, self.symmetric = array, "the kernel", Mode.FULL, False
         self.n_outputs = 1 if outputs is None else outputs
         if not isinstance(self.n_outputs, int | np.integer) or self.n_outputs < 1:
             raise InvalidRequestError(f"outputs={outputs}: must be an integer of at least 1")
         self.roundoff = STORED.get(array.dtype.name, STORED["float64"])
         if isinstance(given, DescribedArray):
             self.roundoff, self.exact_diagonal = given.roundoff, given.exact_diagonal
-            self.mode = "trace" if given.kernel_mode == "trace" else "full"
+            self.mode = Mode(given.kernel_mode)
 
     @property
     def n_examples(self) -> int:

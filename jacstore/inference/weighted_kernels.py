@@ -1,4 +1,4 @@
-"""In: a raw kernel. Out: the kernel weighted by a likelihood, or by prior precisions of its leaves, lazy on Dask.
+"""Kernels weighted by a likelihood, or by prior precisions of their leaves, as lazy Dask arrays.
 
 The generalised Gauss-Newton matrix of a likelihood is `Jᵀ Λ J` with `Λ_n = L_n L_nᵀ` `(K, K)` for each example, so the
 kernel that takes the place of `J Jᵀ` is `blockdiag(L)ᵀ J Jᵀ blockdiag(L)`: small transforms of what is stored. With a
@@ -70,7 +70,7 @@ def weighted(kernel: Any, outputs: Any, likelihood: str = "softmax", sides: str 
     roots = likelihood_roots(outputs, likelihood)
     examples, k, _ = roots.shape
     gram = Gram(kernel, None if getattr(kernel, "mode", None) else k)
-    if gram.mode != "full" or gram.n_outputs != k:
+    if not gram.mode.holds_every_product or gram.n_outputs != k:
         raise InvalidRequestError(f"{gram.where} has mode {gram.mode} and {gram.n_outputs} outputs; needed: full, {k}")
     axes = {"both": (0, 1), "columns": (1,), "rows": (0,)}[sides]
     if any(gram.shape[axis] != examples * k for axis in axes):

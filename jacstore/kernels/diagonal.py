@@ -46,11 +46,10 @@ class Diagonal:
         return set(self.store.nonfinite_examples)
 
     def exact(self, leaf: int, i: int) -> np.ndarray:
-        """The exact diagonal of tile (i, i): full `(n*K,)`, trace `(n,)`, diagonal `(K, n)`, blocks `(n, K)`."""
+        """The exact diagonal of tile (i, i), in the shape of its mode."""
         a, b = self.plan.rows.examples(self.plan.tile, i, i + 1)
         found = self.norms[a:b, :, leaf] if self.by_leaf else self.norms[a:b].sum(-1)
-        shaped = {"full": found.reshape(-1), "trace": found.sum(-1), "diagonal": found.T, "blocks": found}
-        return np.ascontiguousarray(shaped[self.plan.mode])
+        return np.ascontiguousarray(self.plan.mode.on_diagonal(found))
 
     def compare(self, leaf: int, i: int, tile: np.ndarray) -> tuple[float, float, str]:
         """The largest relative difference in tile (i, i), what it may be, and where it is out of bound, else "".
@@ -72,12 +71,8 @@ class Diagonal:
 
     def _row(self, i: int, at: tuple[int, ...]) -> tuple[int, list[int]]:
         """Example and outputs of a place on the diagonal of tile (i, i)."""
-        first, k = self.plan.rows.examples(self.plan.tile, i, i + 1)[0], self.plan.n_outputs
-        if self.plan.mode == "full":
-            return first + at[0] // k, [at[0] % k]
-        if self.plan.mode == "trace":
-            return first + at[0], list(range(k))
-        return (first + at[1], [at[0]]) if self.plan.mode == "diagonal" else (first + at[0], [at[1]])
+        n, outputs = self.plan.mode.row_on_diagonal(at, self.plan.n_outputs)
+        return self.plan.rows.examples(self.plan.tile, i, i + 1)[0] + n, outputs
 
     def _allowance(self, leaf: int, n: int, k: int) -> float:
         leaves = [self.store.leaves[leaf]] if self.by_leaf else list(self.store.leaves)

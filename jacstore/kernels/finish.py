@@ -1,4 +1,4 @@
-"""In: sums of tiles, or partial sums of items on disk. Out: finished tiles and their record."""
+"""Finish tiles: add up partial sums of items, check and mirror the diagonal, write tiles and their records."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def store_tiles(work: Work, leaf: int, tiles: Any) -> tuple[dict[str, Any], floa
     records: dict[str, Any] = {}
     count, off = 0, 0.0 if kernel.plan.symmetric else None
     for (i, j), total in tiles:
-        tile = symmetrize(kernel.mode, total) if kernel.plan.symmetric and i == j else total
+        tile = symmetrize(total) if kernel.plan.symmetric and i == j else total
         if work.diagonal is not None and i == j:
             where = f"{kernel.path}: {kernel.named(leaf, i, j)}"
             off = max(off or 0.0, require_right(work.diagonal.compare(leaf, i, tile), where))

@@ -1,4 +1,4 @@
-"""In: stores and a plan. Out: a kernel, tile by tile; items run on Dask, each reading slabs while it multiplies others.
+"""Assemble a kernel tile by tile: items run on Dask, each reading slabs while it multiplies others.
 
 An item owns the accumulators of a group of tiles over a range of columns, and leaves its result on disk. Nothing here
 knows the user's model: a kernel needs only what is stored.
@@ -27,9 +27,9 @@ from jacstore.kernels.context import Work, common_dtype, make_engine
 from jacstore.kernels.executors import cluster_at, connect, on_cluster, on_threads
 from jacstore.kernels.finish import finish_group
 from jacstore.kernels.kernel import LEAVES, WHOLE, Kernel, expected_bytes, layouts
-from jacstore.kernels.lazy import as_store, check_mode, default_precision, made_alike, refuse_unlike
+from jacstore.kernels.lazy import as_mode, as_store, default_precision, made_alike, refuse_unlike
 from jacstore.kernels.metadata import check_plan_for
-from jacstore.kernels.plan.plan import GramPlan, block_shape
+from jacstore.kernels.plan.plan import GramPlan
 from jacstore.kernels.plan.schedule import plan_gram
 from jacstore.kernels.plan.steps import plan_steps
 from jacstore.kernels.repair import repair_tiles
@@ -187,7 +187,7 @@ class _Job:
     ) -> None:
         self.rows = as_store(store)
         self.cols = None if other is None else as_store(other)
-        check_mode(mode, self.cols)
+        self.mode = as_mode(mode, self.cols)
         self.out = "memory://" if out is None else str(out)
         self.memory = machine.default_memory(memory)
         self.device_memory = parse_size(device_memory, "--device-memory")
@@ -229,9 +229,9 @@ class _Job:
             raise InvalidRequestError(
                 "--triangle: a kernel between two stores has no mirrored half; leave it out (triangle=)"
             )
-        if triangle and mode == "blocks":
+        if triangle and self.mode.within_examples:
             raise InvalidRequestError(
-                "--triangle: mode blocks holds nothing off the diagonal; leave it out (triangle=)"
+                f"--triangle: mode {self.mode} holds nothing off the diagonal; leave it out (triangle=)"
             )
         self.precision = precision or default_precision(self.rows, self.cols)
         self.engine_name = self._choose_engine(engine)
@@ -239,7 +239,7 @@ class _Job:
         self.requested = {
             "store": self.rows.identity(),
             "other": None if self.cols is None else self.cols.identity(),
-            "mode": mode,
+            "mode": self.mode.value,
             "dtype": dtype,
             "precision": self.precision,
             "engine": engine,
@@ -249,7 +249,7 @@ class _Job:
             "exact_diagonal": exact_diagonal,
             "parts": self.part[1],
         }
-        self.mode, self.dtype, self.triangle = mode, dtype, triangle
+        self.dtype, self.triangle = dtype, triangle
 
     def _choose_engine(self, asked: str) -> str:
         if asked == "auto":
@@ -312,7 +312,7 @@ class _Job:
         held = sum(s.files.bytes_held for s in (self.rows, self.cols) if s is not None)
         if self.out != "memory://":
             return held
-        shape = block_shape(self.mode, self.rows.n_examples, (self.cols or self.rows).n_examples, self.rows.n_outputs)
+        shape = self.mode.shape(self.rows.n_examples, (self.cols or self.rows).n_examples, self.rows.n_outputs)
         return held + int(np.prod(shape)) * np.dtype(self.dtype).itemsize
 
     def create(self, overwrite: bool, listener: Listener) -> Kernel:
@@ -346,7 +346,7 @@ class _Job:
             return
         largest = 1.0
         for store in (self.rows, self.cols or self.rows):
-            norms = store.norms.sum((1, 2) if self.mode == "trace" else 2)
+            norms = self.mode.over_outputs(store.norms.sum(2))
             largest *= math.sqrt(norms[np.isfinite(norms)].max(initial=0.0))
         if largest > float(np.finfo(np.float32).max):
             raise InvalidRequestError(
@@ -516,8 +516,8 @@ class _Job:
         item_seconds = seconds / len(plan.items)
         return {
             "kernel": self.out,
-            "shape": list(block_shape(plan.mode, plan.rows.n_examples, plan.cols.n_examples, plan.n_outputs)),
-            "mode": plan.mode,
+            "shape": list(plan.mode.shape(plan.rows.n_examples, plan.cols.n_examples, plan.n_outputs)),
+            "mode": plan.mode.value,
             "schedule": plan.schedule,
             "engine": self.engine_name,
             "precision": self.precision,
@@ -533,7 +533,7 @@ class _Job:
             "tiles_total": plan.tiles_total * max(1, len(leaves)),
             "tile": plan.tile,
             "slab_columns": plan.slab_columns,
-            "files": plan.grid[0] * (1 if plan.mode == "blocks" else plan.grid[1]) * max(1, len(leaves)),
+            "files": plan.tiles_stored * max(1, len(leaves)),
             "expected_seconds": seconds,
             "expected_flops_per_second": speed,
             "expected_seconds_lost_by_a_kill": min(interval, item_seconds),
@@ -553,7 +553,7 @@ class _Job:
             read = stored.nbytes / (time.perf_counter() - started)
         slab = np.ones((examples, plan.n_outputs, width), engine.slab_dtype)
         operand = engine.load(slab)
-        shape = block_shape(plan.mode, examples, examples, plan.n_outputs)
+        shape = plan.mode.shape(examples, examples, plan.n_outputs)
         total = engine.zeros(shape)
         other = engine.load(slab.copy())
         span = slice(0, examples)
@@ -562,7 +562,7 @@ class _Job:
             total = engine.add(plan.mode, total, operand, span, other, span, slice(0, width))
             engine.fetch(total)
             seconds = time.perf_counter() - started
-        depth = width * (plan.n_outputs if plan.mode == "trace" else 1)
+        depth = width * plan.mode.products_per_entry(plan.n_outputs)
         return 2 * int(np.prod(shape)) * depth / seconds, read
 
 

@@ -1,4 +1,4 @@
-"""In: finished tiles. Out: a kernel on disk or in RAM, opened as a lazy Dask array, every tile checked when read."""
+"""A kernel on disk or in RAM: its tiles, each checked when it is read, and the lazy Dask array that they make."""
 
 from __future__ import annotations
 
@@ -18,19 +18,13 @@ from jacstore.base.indexing import resolve
 from jacstore.base.schema import Open, short_hash, typed
 from jacstore.errors import DamagedDataError, IncompleteError, InvalidRequestError
 from jacstore.kernels.metadata import KernelAttributes, check_kernel
-from jacstore.kernels.plan.plan import GramPlan, block_shape
+from jacstore.kernels.plan.plan import GramPlan
 from jacstore.storage import zarr_group
 from jacstore.storage.chunks import ArrayLayout, FileEncoder, FileRecord, check_file, decode, page_aligned, raw
 from jacstore.storage.files import Files, Folder
 from jacstore.storage.kept_arrays import KeptFactorization, kept_factorizations
 from jacstore.storage.ledger import FORMAT_VERSION, Ledger, readable
 
-DIMENSIONS = {
-    "full": ("row", "column"),
-    "trace": ("example", "other_example"),
-    "diagonal": ("output", "example", "other_example"),
-    "blocks": ("example", "output", "other_output"),
-}
 WHOLE, LEAVES = "kernel", "leaves"
 
 
@@ -46,8 +40,8 @@ def array_names(leaves: Sequence[str]) -> list[str]:
 def layouts(plan: GramPlan, leaves: Sequence[str], dtype: str) -> list[ArrayLayout]:
     """Zarr arrays of a kernel; a chunk is a tile."""
     n, m = plan.rows.n_examples, plan.cols.n_examples
-    shape = block_shape(plan.mode, n, m, plan.n_outputs)
-    piece = block_shape(plan.mode, min(plan.tile, n), min(plan.tile, m), plan.n_outputs)
+    shape = plan.mode.shape(n, m, plan.n_outputs)
+    piece = plan.mode.shape(min(plan.tile, n), min(plan.tile, m), plan.n_outputs)
     return [
         ArrayLayout(
             name=name,
@@ -56,7 +50,7 @@ def layouts(plan: GramPlan, leaves: Sequence[str], dtype: str) -> list[ArrayLayo
             per_file=(1,) * len(shape),
             dtype=dtype,
             codec="none",
-            dimensions=DIMENSIONS[plan.mode],
+            dimensions=plan.mode.dimensions,
         )
         for name in array_names(leaves)
     ]
@@ -112,7 +106,7 @@ class Kernel:
         self.resolved: dict[str, Any] = attributes["resolved"]
         self.versions, self.stores = found.versions, list(found.stores)
         self.plan, self.leaves = found.resolved.plan, list(found.resolved.leaves)
-        self.mode, self.triangle = self.plan.mode, found.fingerprint.triangle
+        self.mode, self.triangle = self.plan.mode.value, found.fingerprint.triangle
         self.dtype = np.dtype(found.fingerprint.dtype)
         self.layouts = layouts(self.plan, self.leaves, self.dtype.name)
         totals = {"tiles": self.n_records, "suspect": self.n_records, "item": len(self.plan.items)}
@@ -211,7 +205,7 @@ class Kernel:
 
     def as_ntk(self) -> da.Array:
         """Mode full as `(N, M, K, K)`: entry [i, j, k, l] between output k of example i and output l of example j."""
-        if self.mode != "full":
+        if not self.plan.mode.holds_every_product:
             raise InvalidRequestError(
                 f"as_ntk needs mode full, this kernel has {self.mode}; assemble with --mode full (mode=)"
             )
@@ -303,7 +297,7 @@ class Kernel:
                 piece[...] = layout.fill
             _copy(values, piece[tuple(slice(0, n) for n in values.shape)])
             encoder = FileEncoder(layout)
-            name = layout.file_name(self._grid(*at))
+            name = layout.file_name(self.plan.mode.chunk(*at))
             self.files.write(name, encoder.encode(piece) + encoder.close(), cached=False)
             records[name] = encoder.record().to_list()
         return records
@@ -314,9 +308,6 @@ class Kernel:
         if held is None or held.shape != layout.piece or held.dtype != layout.dtype:
             held = self._scratch.piece = page_aligned(layout.piece, layout.dtype)
         return held
-
-    def _grid(self, i: int, j: int) -> tuple[int, ...]:
-        return {"full": (i, j), "trace": (i, j), "diagonal": (0, i, j), "blocks": (i, 0, 0)}[self.mode]
 
     def read_tile(self, index: int, i: int, j: int) -> np.ndarray:
         """Tile (i, j) without padding, checked against its record.
@@ -330,7 +321,7 @@ class Kernel:
         if self.plan.symmetric and self.triangle and i > j:
             return np.swapaxes(self.read_tile(index, j, i), -1, -2)
         try:
-            piece = self._load(layout, self._grid(i, j))
+            piece = self._load(layout, self.plan.mode.chunk(i, j))
         except DamagedDataError as error:
             self.mark(index, i, j)
             raise DamagedDataError(
@@ -387,9 +378,9 @@ class Kernel:
     def files_of(self, number: int) -> dict[tuple[int, int], list[str]]:
         """Files of every tile of a record: the tile's own and its mirror's, where that is stored."""
         group, index = divmod(number, len(self.layouts))
-        name = self.layouts[index].file_name
+        name, chunk = self.layouts[index].file_name, self.plan.mode.chunk
         return {
-            (i, j): [name(self._grid(i, j)), *([name(self._grid(j, i))] if self._mirrored(i, j) else [])]
+            (i, j): [name(chunk(i, j)), *([name(chunk(j, i))] if self._mirrored(i, j) else [])]
             for i, j in self.plan.tiles_of(self.plan.groups[group])
         }
 
@@ -406,10 +397,10 @@ class Kernel:
             Naming the file.
         """
         layout, shape = self.layouts[index], tuple(slice(0, n) for n in self.plan.tile_shape(i, j))
-        tile = self._load(layout, self._grid(i, j), whole=True)[shape]
+        tile = self._load(layout, self.plan.mode.chunk(i, j), whole=True)[shape]
         if not self._mirrored(i, j):
             return tile, None
-        return tile, np.swapaxes(self._load(layout, self._grid(j, i), whole=True), -1, -2)[shape]
+        return tile, np.swapaxes(self._load(layout, self.plan.mode.chunk(j, i), whole=True), -1, -2)[shape]
 
     def mark(self, index: int, i: int, j: int, wrong: bool = False) -> None:
         """Leave a note that makes the next gram check this tile's bytes; never worth failing for.
@@ -421,7 +412,7 @@ class Kernel:
         with contextlib.suppress(OSError, InvalidRequestError, DamagedDataError):
             number = self.number_of(index, i, j)
             notes = self._notes(number)
-            notes[f"{i},{j}"] = self.facts(self.layouts[index].file_name(self._grid(i, j))) if wrong else None
+            notes[f"{i},{j}"] = self.facts(self.layouts[index].file_name(self.plan.mode.chunk(i, j))) if wrong else None
             self.ledger.record("suspect", number, {"tiles": notes})
 
     def _notes(self, number: int) -> dict[str, Any]:
@@ -472,7 +463,7 @@ class _LazyKernel:
         out = np.empty([b - a for a, b in zip(lows, highs, strict=True)], self.dtype)
         piece = self.kernel.layouts[self.index].piece
         spans = [range(a // p, -(-b // p)) for a, b, p in zip(lows, highs, piece, strict=True)]
-        axes = {"full": (0, 1), "trace": (0, 1), "diagonal": (1, 2), "blocks": (0, 0)}[self.kernel.mode]
+        axes = self.kernel.plan.mode.example_axes
         for at in np.ndindex(*[len(span) for span in spans]):
             grid = [span[n] for span, n in zip(spans, at, strict=True)]
             tile = self.kernel.read_tile(self.index, grid[axes[0]], grid[axes[1]])
@@ -494,7 +485,6 @@ def open_kernel(path: str) -> Kernel:
 
 def expected_bytes(plan: GramPlan, leaves: Sequence[str], itemsize: int, triangle: bool) -> int:
     """Bytes of the tile files of a kernel, mirrors included."""
-    piece = math.prod(block_shape(plan.mode, plan.tile, plan.tile, plan.n_outputs)) * itemsize
-    across, down = plan.grid
-    tiles = plan.tiles_total if triangle or plan.mode == "blocks" else across * down
+    piece = math.prod(plan.mode.shape(plan.tile, plan.tile, plan.n_outputs)) * itemsize
+    tiles = plan.tiles_total if triangle else plan.tiles_stored
     return tiles * piece * len(leaves or [WHOLE])

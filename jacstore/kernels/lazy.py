@@ -1,4 +1,4 @@
-"""In: stores. Out: a kernel that is not stored: a lazy Dask array whose blocks are computed when asked for."""
+"""Kernels that are not stored: lazy Dask arrays whose blocks are computed from stores when they are asked for."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import dask.array as da
 import numpy as np
 
 from jacstore.base.indexing import resolve
-from jacstore.base.limits import MODES, SLAB_COLUMNS
+from jacstore.base.limits import SLAB_COLUMNS
+from jacstore.base.modes import Mode
 from jacstore.base.precision import ROUNDOFF
 from jacstore.base.schema import short_hash
 from jacstore.errors import InvalidRequestError, RequestMismatchError
 from jacstore.kernels.engines.blas import BlasEngine, symmetrize
-from jacstore.kernels.plan.plan import Step, block_shape
+from jacstore.kernels.plan.plan import Step
 from jacstore.kernels.plan.steps import plan_steps
 from jacstore.storage import zarr_group
 from jacstore.store.reader import JacobianStore, open_store
@@ -70,7 +71,7 @@ def lazy_kernel(
         Edge of a tile in examples.
     """
     rows, cols = as_store(store), None if other is None else as_store(other)
-    check_mode(mode, cols)
+    chosen = as_mode(mode, cols)
     tile = zarr_group.parse_count(tile, "--tile") or 1
     if precision not in (None, "float32", "float64"):
         raise InvalidRequestError(
@@ -80,19 +81,19 @@ def lazy_kernel(
     if cols is not None:
         cols.require_complete()
         refuse_unlike(rows, cols)
-    view = _ComputedKernel(rows, cols or rows, mode, precision or default_precision(rows, cols), tile)
-    chunks = block_shape(mode, tile, tile, rows.n_outputs)
+    view = _ComputedKernel(rows, cols or rows, chosen, precision or default_precision(rows, cols), tile)
+    chunks = chosen.shape(tile, tile, rows.n_outputs)
     name = f"jacstore-lazy-{short_hash([rows.identity(), (cols or rows).identity(), mode, tile, precision])}"
     found = da.from_array(view, chunks=chunks, name=name, asarray=False)
-    return described(found, roundoff=ROUNDOFF[view.precision], exact_diagonal=False, mode=mode)
+    return described(found, roundoff=ROUNDOFF[view.precision], exact_diagonal=False, mode=chosen.value)
 
 
 class _ComputedKernel:
     """A kernel as an array-like for Dask whose blocks are computed from the stores."""
 
-    def __init__(self, rows: JacobianStore, cols: JacobianStore, mode: str, precision: str, tile: int) -> None:
+    def __init__(self, rows: JacobianStore, cols: JacobianStore, mode: Mode, precision: str, tile: int) -> None:
         self.rows, self.cols, self.mode, self.precision, self.tile = rows, cols, mode, precision, tile
-        self.shape = block_shape(mode, rows.n_examples, cols.n_examples, rows.n_outputs)
+        self.shape = mode.shape(rows.n_examples, cols.n_examples, rows.n_outputs)
         self.ndim = len(self.shape)
         self.dtype = np.dtype("float64")
         alike = made_alike(rows, cols)
@@ -108,8 +109,7 @@ class _ComputedKernel:
         spans, within = resolve(index, self.shape)
         if any(a == b for a, b in spans):
             return np.empty([b - a for a, b in spans], self.dtype)[within]
-        k = self.rows.n_outputs if self.mode == "full" else 1
-        axes = {"full": (0, 1), "trace": (0, 1), "diagonal": (1, 2), "blocks": (0, 0)}[self.mode]
+        k, axes = self.mode.rows_per_example(self.rows.n_outputs), self.mode.example_axes
         examples = [(spans[axis][0] // k, -(-spans[axis][1] // k)) for axis in axes]
         block = self._block(*examples)
         for axis in set(axes):
@@ -124,7 +124,7 @@ class _ComputedKernel:
         engine = BlasEngine(self.precision)
         # One side where both are the same.
         sides = list(dict.fromkeys([(self.rows, *rows), (self.cols, *cols)]))
-        total = engine.zeros(block_shape(self.mode, rows[1] - rows[0], cols[1] - cols[0], self.rows.n_outputs))
+        total = engine.zeros(self.mode.shape(rows[1] - rows[0], cols[1] - cols[0], self.rows.n_outputs))
         with self.turn:
             for step in self.steps:
                 self._add_factors(engine, total, step, sides)
@@ -137,7 +137,7 @@ class _ComputedKernel:
                         store.read_rows(m, n, a, b, slab)
                     self._add_slabs(engine, total, slabs)
         # Factors of examples with themselves are multiplied in pairs i <= j alone.
-        return symmetrize(self.mode, total) if len(sides) == 1 else total
+        return symmetrize(total) if len(sides) == 1 else total
 
     def _add_factors(self, engine: BlasEngine, total: np.ndarray, step: Step, sides: Sequence[Side]) -> None:
         """Add products of leaves that share factors, each factor read once."""
@@ -185,13 +185,22 @@ def as_store(given: JacobianStore | str | Path) -> JacobianStore:
     return given if isinstance(given, JacobianStore) else open_store(str(given))
 
 
-def check_mode(mode: str, cols: Any) -> None:
-    if mode not in MODES:
-        raise InvalidRequestError(f"--mode {mode}: allowed are {', '.join(MODES)} (mode=)")
-    if mode == "blocks" and cols is not None:
+def as_mode(given: str, cols: JacobianStore | None) -> Mode:
+    """The mode of a kernel with the examples of `cols`, or of one store.
+
+    Raises
+    ------
+    InvalidRequestError
+        If there is no such mode, or if it takes one store.
+    """
+    if given not in [*Mode]:
+        raise InvalidRequestError(f"--mode {given}: allowed are {', '.join(Mode)} (mode=)")
+    mode = Mode(given)
+    if mode.within_examples and cols is not None:
         raise InvalidRequestError(
-            "--mode blocks pairs each example with itself and takes one store; leave out OTHER (other=)"
+            f"--mode {mode} pairs each example with itself and takes one store; leave out OTHER (other=)"
         )
+    return mode
 
 
 def refuse_unlike(rows: JacobianStore, cols: JacobianStore) -> None:

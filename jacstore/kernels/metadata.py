@@ -1,4 +1,4 @@
-"""Parse and check the root attributes of a kernel, or raise `DamagedDataError`; `attributes` does so for stores."""
+"""The root attributes of a kernel as typed values, and checks that refuse those which contradict themselves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jacstore.base.limits import MAX_FILES, MAX_ITEMS, MODES, PRECISIONS
+from jacstore.base.limits import MAX_FILES, MAX_ITEMS, PRECISIONS
+from jacstore.base.modes import Mode
 from jacstore.base.schema import Open
 from jacstore.kernels.plan.plan import GramPlan, Group
 from jacstore.store.layout import Side
@@ -18,7 +19,7 @@ from jacstore.terms.kinds import Leaf
 class KernelRequest(Open):
     """What a kernel was asked to be, as far as reading it needs that."""
 
-    mode: str
+    mode: Mode
     dtype: str
     triangle: bool
     store: str
@@ -59,7 +60,7 @@ def check_kernel(found: KernelAttributes) -> None:
     request, resolved = found.fingerprint, found.resolved
     plan, leaves = resolved.plan, resolved.leaves
     _need(request.dtype in ("float64", "float32"), f"dtype {request.dtype!r} must be float64 or float32")
-    _need(request.mode == plan.mode, f"mode {request.mode!r} must be that of the plan")
+    _need(request.mode == plan.mode, f"mode {request.mode.value!r} must be that of the plan")
     _need(resolved.engine in ("blas", "xla"), f"engine {resolved.engine!r} must be blas or xla")
     allowed = ", ".join(PRECISIONS)
     _need(resolved.precision in PRECISIONS, f"precision {resolved.precision!r} must be one of {allowed}")
@@ -75,16 +76,14 @@ def check_kernel(found: KernelAttributes) -> None:
 
 
 def _check_sides(plan: GramPlan, n_leaves: int) -> None:
-    _need(plan.mode in MODES, f"mode {plan.mode!r} must be one of {', '.join(MODES)}")
     sides = (plan.rows, plan.cols)
     _need(
         all(min(s.n_examples, s.unit_size, s.piece_columns, s.itemsize) >= 1 for s in sides), "sides must hold examples"
     )
     _need(plan.rows == plan.cols or not plan.symmetric, "both sides of a symmetric kernel must be the same")
-    _need(plan.symmetric or plan.mode != "blocks", "mode blocks must be symmetric")
+    _need(plan.symmetric or not plan.mode.within_examples, f"mode {plan.mode} must be symmetric")
     _need(min(plan.n_outputs, plan.tile, plan.slab_columns, plan.bytes_stored) >= 1, "sizes must be at least 1")
-    across, down = plan.grid
-    files = across * (1 if plan.mode == "blocks" else down) * n_leaves
+    files = plan.tiles_stored * n_leaves
     _need(files <= MAX_FILES, f"{files:,} tiles must be at most {MAX_FILES:,}")
     entries = plan.rows.n_examples * plan.cols.n_examples * plan.n_outputs**2
     _need(entries * 8 <= LARGEST_ARRAY, "the kernel must be small enough to be addressed")
@@ -106,7 +105,7 @@ def _check_groups(plan: GramPlan) -> None:
 def _tile_count(plan: GramPlan, group: Group) -> int:
     """How many tiles a group computes, without listing them."""
     (a, b), (c, d) = group.rows, group.cols
-    if plan.mode == "blocks":
+    if plan.mode.within_examples:
         return max(0, min(b, d) - max(a, c))
     if not plan.symmetric:
         return (b - a) * (d - c)

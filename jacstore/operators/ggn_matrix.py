@@ -1,4 +1,4 @@
-"""In: a store and a likelihood. Out: the matrix `alpha I + Jᵀ Λ J` `(P, P)`, summed in one resumable pass.
+"""The matrix `alpha I + Jᵀ Λ J` `(P, P)` of a store and a likelihood, summed in one pass that can be resumed.
 
 The right object where P is small and R large: it has P² numbers, whatever N. Rows are formed a few thousand at a time.
 """
@@ -100,7 +100,7 @@ def ggn(
             return place.finished()
         checkpoints = None if place is None else Checkpoints(place, 0, [(jacobian.shape[1],) * 2])
         total = _summed(jacobian, weights, plan, checkpoints, listener, stop or (lambda: False))
-        symmetrize("full", total)
+        symmetrize(total)
         total[np.diag_indices(len(total))] += alpha
         if place is not None and checkpoints is not None:
             place.finish(total)

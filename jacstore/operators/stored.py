@@ -1,4 +1,4 @@
-"""In: a store. Out: J, J Jᵀ and Jᵀ Λ J as SciPy linear operators that stream the store and never form them.
+"""J, J Jᵀ and Jᵀ Λ J of a store as SciPy linear operators, which stream the store and never form the matrices.
 
 `J v` and `Jᵀ u` read the store once for any number of columns, `Jᵀ Λ J v` once, `J Jᵀ v` twice. Sums are float64,
 products in the type of `precision`.
@@ -331,7 +331,7 @@ def _predicate(leaves: str | Callable[[str], bool] | None) -> Callable[[str], bo
 def _refuse_other_kernel(jacobian: JacobianOperator, kernel: Kernel) -> None:
     """Refuse a kernel that is not J Jᵀ of this operator's store."""
     store = jacobian.store
-    if kernel.mode != "full" or kernel.leaves:
+    if not kernel.plan.mode.holds_every_product or kernel.leaves:
         raise InvalidRequestError(
             f"{kernel.path}: a kernel of mode {kernel.mode}; needed is one whole kernel of mode full (kernel=)"
         )

@@ -1,4 +1,4 @@
-"""In: the operands of a step's leaves for a range of examples. Out: their part of the kernel, added to accumulators.
+"""Products of factored leaves: what was read of them for a range of examples, and their parts of the kernel.
 
 Leaves that are one product of one input and one cotangent are brought together first: those that share cotangents, such
 as a weight and its bias, are one product of joined inputs, and nothing is computed twice.
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from jacstore.base.modes import Mode
 from jacstore.terms.kinds import Leaf
 from jacstore.terms.row_products import own_products, products
 from jacstore.terms.term import Factored
@@ -86,14 +87,14 @@ class FactorSet:
 
     def parts(
         self,
-        mode: str,
+        mode: Mode,
         left: slice,
         other: FactorSet,
         right: slice,
         xp: Any = np,
         matmul: Callable[[int, Any, Any], Any] | None = None,
     ) -> Iterator[Any]:
-        """Products of examples `left` with examples `right` of `other`, leaf by leaf, in the form of `block_view`.
+        """Products of examples `left` with examples `right` of `other`, leaf by leaf, in the form of `Mode.view`.
 
         `matmul` multiplies two matrices into buffer 0 or 1; what is yielded is then good until the next part.
         """
@@ -109,7 +110,7 @@ class FactorSet:
         across: dict[Any, Any] = {}
         for leaf in self.others:
             part = products(leaf, mine, others, mode, xp, across)
-            yield part[:, 0, :, 0] if mode == "trace" else part
+            yield part[:, 0, :, 0] if mode.sums_outputs else part
 
     def own_parts(self, rows: slice, xp: Any = np) -> Iterator[Any]:
         """Products of each example with itself, `(n, K, K)`, leaf by leaf."""
@@ -125,19 +126,11 @@ def _flat_outputs(cotangents: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(cotangents[:, :, 0, 0])
 
 
-def _along(mode: str, d: Any, e: Any, matmul: Callable[[int, Any, Any], Any]) -> Any:
+def _along(mode: Mode, d: Any, e: Any, matmul: Callable[[int, Any, Any], Any]) -> Any:
     """Products of cotangents `(n, K, D)`: `(n, K, m, K)`, the trace `(n, m)`, or `(K, n, m)`."""
     (n, k, width), m = d.shape, len(e)
-    if mode == "full":
+    if mode.crosses_outputs:
         return matmul(0, d.reshape(n * k, width), e.reshape(m * k, width).T).reshape(n, k, m, k)
-    if mode == "trace":
+    if mode.sums_outputs:
         return matmul(0, d.reshape(n, k * width), e.reshape(m, k * width).T)
     return matmul(0, d.transpose(1, 0, 2), e.transpose(1, 2, 0))
-
-
-def block_view(mode: str, total: np.ndarray, i: slice, j: slice, n_outputs: int) -> np.ndarray:
-    """The part of an accumulator that belongs to a block of pairs, as a view."""
-    if mode == "full":
-        shape = (total.shape[0] // n_outputs, n_outputs, total.shape[1] // n_outputs, n_outputs)
-        return total.reshape(shape)[i, :, j]
-    return total[i, j] if mode == "trace" else total[:, i, j]

@@ -1,4 +1,4 @@
-"""In: factors of rows. Out: products of rows, without forming rows.
+"""Products of rows from their factors, without forming the rows.
 
 A row's part is `sum_t a_t ⊗ d_t`, so a product of two rows is `sum_{t,s} (a_t · b_s) (d_t · e_s)`: products of inputs
 (of patches for convolutions, equality of indices for look-ups; each kind forms its own) times products of cotangents.
@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from jacstore.base.modes import Mode
 from jacstore.terms.dot import Dot
 from jacstore.terms.index import Index
 from jacstore.terms.kinds import Leaf, expand
@@ -29,7 +30,7 @@ def squared_norms(leaf: Leaf, operands: Operands, xp: Any = np) -> Any:
 
 
 def products(
-    leaf: Leaf, left: Operands, right: Operands, mode: str, xp: Any = np, across: dict[Any, Any] | None = None
+    leaf: Leaf, left: Operands, right: Operands, mode: Mode, xp: Any = np, across: dict[Any, Any] | None = None
 ) -> Any:
     """Products of a factored leaf's rows of n examples with those of m others, for mode full, trace or diagonal.
 
@@ -48,13 +49,13 @@ def products(
     return total
 
 
-def _formed_products(leaf: Leaf, left: Operands, right: Operands, mode: str, xp: Any) -> Any:
+def _formed_products(leaf: Leaf, left: Operands, right: Operands, mode: Mode, xp: Any) -> Any:
     """As `products`, of rows."""
     a, b = (expand(leaf.terms, side, leaf.size, xp) for side in (left, right))
-    if mode == "diagonal":
-        return xp.matmul(a.transpose(1, 0, 2), b.transpose(1, 2, 0))
-    if mode == "trace":
+    if mode.sums_outputs:
         return xp.matmul(a.reshape(len(a), -1), b.reshape(len(b), -1).T)[:, None, :, None]
+    if not mode.crosses_outputs:
+        return xp.matmul(a.transpose(1, 0, 2), b.transpose(1, 2, 0))
     found = xp.matmul(a.reshape(-1, leaf.size), b.reshape(-1, leaf.size).T)
     return found.reshape(*a.shape[:2], *b.shape[:2])
 
@@ -71,7 +72,7 @@ def own_products(leaf: Leaf, operands: Operands, xp: Any = np) -> Any:
             rows = expand(leaf.terms, one, leaf.size, xp)[0]
             blocks.append(xp.matmul(rows, rows.T))
         else:
-            blocks.append(products(leaf, one, one, "full", xp)[0, :, 0])
+            blocks.append(products(leaf, one, one, Mode.FULL, xp)[0, :, 0])
     return xp.stack(blocks)
 
 
@@ -91,22 +92,24 @@ def inside_flops(p: Factored, q: Factored, shapes: Shapes, elementwise: int) -> 
     return p.inside_flops(q, shapes, elementwise)
 
 
-def _pair(p: Factored, q: Factored, left: Operands, right: Operands, mode: str, xp: Any, across: dict[Any, Any]) -> Any:
+def _pair(
+    p: Factored, q: Factored, left: Operands, right: Operands, mode: Mode, xp: Any, across: dict[Any, Any]
+) -> Any:
     d, e = left[p.cotangents], right[q.cotangents]
     unlike = p.kind != q.kind
-    if mode == "diagonal" or (mode == "trace" and unlike):
+    if not mode.crosses_outputs and (unlike or not mode.sums_outputs):
         # One output at a time.
         parts = []
         for k in range(d.shape[1]):
             mine, other = dict(left), dict(right)
             mine[p.cotangents], other[q.cotangents] = d[:, k : k + 1], e[:, k : k + 1]
-            parts.append(_pair(p, q, mine, other, "full", xp, {})[:, 0, :, 0])
-        return xp.stack(parts) if mode == "diagonal" else sum(parts)[:, None, :, None]
+            parts.append(_pair(p, q, mine, other, Mode.FULL, xp, {})[:, 0, :, 0])
+        return sum(parts)[:, None, :, None] if mode.sums_outputs else xp.stack(parts)
     if unlike:
         return _looked_up_pairs(p, q, left, right, xp)
     groups = p.n_groups(d)
     d, e = _grouped(d, groups), _grouped(e, groups)
-    if mode == "trace":
+    if mode.sums_outputs:
         d, e = _outputs_as_channels(d), _outputs_as_channels(e)
     total = None
     for group in range(groups):

@@ -1,4 +1,4 @@
-"""In: a kernel whose tiles were checked. Out: checks of its extreme eigenvalues, computed or estimated by Lanczos."""
+"""Checks of the extreme eigenvalues of a kernel whose tiles were checked, computed or estimated by Lanczos."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def eigenvalues(
 
 def _extreme(kernel: Kernel, draw: np.random.Generator) -> tuple[float, float, str]:
     """Smallest and largest eigenvalue, or estimates, and how they were found."""
-    size = kernel.shape[-1]
-    if kernel.mode == "blocks" or size <= DECOMPOSED:
-        values = [_decomposed(kernel, at) for at in range(kernel.plan.grid[0] if kernel.mode == "blocks" else 1)]
+    size, mode = kernel.shape[-1], kernel.plan.mode
+    if mode.within_examples or size <= DECOMPOSED:
+        values = [_decomposed(kernel, at) for at in range(kernel.plan.grid[0] if mode.within_examples else 1)]
         return min(low for low, _ in values), max(high for _, high in values), "all eigenvalues computed"
-    array = kernel.array if kernel.mode != "diagonal" else kernel.array[0]
-    where = " of output 0" if kernel.mode == "diagonal" else ""
+    array = kernel.array if mode.is_matrix else kernel.array[0]
+    where = "" if mode.is_matrix else " of output 0"
 
     def times(x: np.ndarray) -> np.ndarray:
         product: np.ndarray = (array.astype(np.float64) @ x).compute(scheduler="synchronous")
@@ -73,7 +73,7 @@ def _extreme(kernel: Kernel, draw: np.random.Generator) -> tuple[float, float, s
 
 def _decomposed(kernel: Kernel, at: int) -> tuple[float, float]:
     piece = kernel.layouts[0].piece[0]
-    part = kernel.array[at * piece : (at + 1) * piece] if kernel.mode == "blocks" else kernel.array
+    part = kernel.array[at * piece : (at + 1) * piece] if kernel.plan.mode.within_examples else kernel.array
     values = np.asarray(part.compute(scheduler="synchronous"), np.float64)
     found = np.linalg.eigvalsh(values)
     return float(found.min()), float(found.max())

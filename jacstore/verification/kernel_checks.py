@@ -1,4 +1,4 @@
-"""In: a kernel and, if it is there, its store. Out: checks of every tile, and of the whole against what is stored.
+"""Checks of every tile of a kernel, and of the whole against its store, if that is there.
 
 Tiles are read once: every byte, symmetry, the diagonal against the exact norms, random entries, and products of tiles
 with random weights against `J (Jᵀ z)`, which find any wrong tile with probability near 1 and name it.
@@ -113,7 +113,7 @@ class KernelChecks:
         m, k = cols.n_examples, rows.n_outputs
         known = [set(store.nonfinite_examples) for store in (rows, cols)]
         weights = draw.choice([-1.0, 1.0], (m, k)) * draw.uniform(0.5, 1.5, (m, k))
-        if self.plan.mode == "trace":
+        if self.plan.mode.sums_outputs:
             weights[:] = weights[:, :1]
         weights[sorted(known[1])] = 0
         tiles = self.plan.grid[1]
@@ -148,12 +148,10 @@ class KernelChecks:
             for index in leaves or range(len(store.leaves)):
                 leaf = store.leaves[index]
                 difference += store.norms[start:stop, :, index] - stored_norms(store, leaf, start, stop, self.memory)
-            change = np.nan_to_num(difference) * wanted.weights[start:stop]
-            if wanted.mode == "trace":
-                change = change.sum(1, keepdims=True)
+            change = wanted.mode.over_outputs(np.nan_to_num(difference) * wanted.weights[start:stop])
             for n in range(start, stop):
                 span = next(at for at, (_, b) in enumerate(spans) if n // self.plan.tile < b)
-                found.products[n, :, 0 if wanted.mode == "blocks" else span] += change[n - start]
+                found.products[n, :, 0 if wanted.mode.within_examples else span] += change[n - start]
 
     def _chosen(
         self, samples: int, known: list[set[int]], draw: np.random.Generator
@@ -166,12 +164,12 @@ class KernelChecks:
             k, o = (int(x) for x in draw.integers(self.plan.n_outputs, size=2))
             if self.plan.symmetric and n // self.plan.tile > m // self.plan.tile:
                 n, m = m, n
-            if self.plan.mode == "blocks":
+            if self.plan.mode.within_examples:
                 m = n
-            if self.plan.mode == "trace":
-                k = o = 0
+            if self.plan.mode.sums_outputs:
+                k = 0
             if n not in known[0] and m not in known[1]:
-                found.append((n, k, m, k if self.plan.mode == "diagonal" else o))
+                found.append((n, k, m, o if self.plan.mode.crosses_outputs else k))
         return tuple(found)
 
     def differences(self, again: Kernel) -> Iterator[tuple[tuple[int, int, int], float, float]]:
@@ -183,7 +181,7 @@ class KernelChecks:
         known = [set(store.nonfinite_examples) for store in (self.stores[0], self.stores[-1])]
         for index in range(len(self.kernel.layouts)):
             left, right = (
-                np.sqrt(squared_norms(store, index if self.kernel.leaves else None))
+                squared_norms(store, index if self.kernel.leaves else None)
                 for store in (self.stores[0], self.stores[-1])
             )
             for i, j in self._tiles(index):
@@ -198,6 +196,6 @@ class KernelChecks:
                 one, other = left[a:b].copy(), right[c:d].copy()
                 one[[n - a for n in known[0] if a <= n < b]] = np.inf
                 other[[n - c for n in known[1] if c <= n < d]] = np.inf
-                scale = outer_norms(self.kernel.mode, one, other)
+                scale = outer_norms(self.plan.mode, one, other)
                 off = np.where(np.isfinite(scale), off, 0.0)
                 yield (index, i, j), *self.bounds.worst(off, scale, self.bounds.error, np.abs(right_one))

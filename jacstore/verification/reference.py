@@ -1,4 +1,4 @@
-"""In: stores and random weights. Out: `J (Jᵀ z)` and single kernel entries in float64, streamed from what is stored.
+"""Reference values for a kernel: `J (Jᵀ z)` for random z, and single entries, in float64 from what is stored.
 
 Nothing of the code that assembles kernels is used. Weights are taken tile by tile, `z` restricted to a range of
 examples, so that a wrong tile shows in the rows and the range that it belongs to. Columns of rows are read once, and
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jacstore.base.modes import Mode
 from jacstore.store.reader import JacobianStore, operand_array
 from jacstore.terms.kinds import Leaf, expand
 
@@ -26,11 +27,10 @@ ROWS_SHARE, SUMS_SHARE = 4, 4
 class Wanted:
     """What is asked of a kernel: products with `weights` `(M, K)` restricted to `ranges` of examples, and entries.
 
-    `entries` are (n, k, m, o); trace sums over outputs, so k and o are 0 there. `mode` says how outputs pair: each with
-    each (full), each with itself and summed (trace) or apart (diagonal), or within an example (blocks).
+    `entries` are (n, k, m, o); trace sums over outputs, so k and o are 0 there.
     """
 
-    mode: str
+    mode: Mode
     weights: np.ndarray
     ranges: tuple[tuple[int, int], ...]
     entries: tuple[tuple[int, int, int, int], ...]
@@ -48,8 +48,8 @@ def stream(
     rows: JacobianStore, cols: JacobianStore, wanted: Wanted, memory: int, leaves: Sequence[int] | None = None
 ) -> Found:
     """Products and entries over some leaves, all if not given."""
-    k = 1 if wanted.mode == "trace" else rows.n_outputs
-    ranges = 1 if wanted.mode == "blocks" else len(wanted.ranges)
+    k = wanted.mode.outputs_kept(rows.n_outputs)
+    ranges = 1 if wanted.mode.within_examples else len(wanted.ranges)
     found = Found(products=np.zeros((rows.n_examples, k, ranges)), entries=np.zeros(len(wanted.entries)))
     for part in _parts(rows, cols, range(len(rows.leaves)) if leaves is None else leaves, memory):
         _add(found, part, wanted, memory)
@@ -99,7 +99,7 @@ class _Part(Protocol):
 
 def _add(found: Found, part: _Part, wanted: Wanted, memory: int) -> None:
     examples = _Examples(part, wanted.entries)
-    if wanted.mode == "blocks":
+    if wanted.mode.within_examples:
         for a, b, block in part.blocks(0):
             examples.keep(0, a, b, block)
             for n in range(a, b):
@@ -108,8 +108,8 @@ def _add(found: Found, part: _Part, wanted: Wanted, memory: int) -> None:
                 found.products[n] += part.scale**2 * part.push(one, sums[None])[0]
     else:
         width = max(1, memory // SUMS_SHARE // (8 * part.size))
-        each = wanted.mode in ("trace", "diagonal")
-        turns = [slice(k, k + 1) for k in range(wanted.weights.shape[1])] if each else [slice(None)]
+        crossed = wanted.mode.crosses_outputs
+        turns = [slice(None)] if crossed else [slice(k, k + 1) for k in range(wanted.weights.shape[1])]
         for first in range(0, len(wanted.ranges), width):
             ranges = wanted.ranges[first : first + width]
             for outputs in turns:
@@ -117,7 +117,7 @@ def _add(found: Found, part: _Part, wanted: Wanted, memory: int) -> None:
                 for a, b, block in part.blocks(0):
                     examples.keep(0, a, b, block)
                     pushed = part.scale**2 * part.push(part.pick(block, 0, b - a, outputs), sums)
-                    to = slice(None) if wanted.mode != "diagonal" else outputs
+                    to = slice(None) if wanted.mode.sums_outputs else outputs
                     found.products[a:b, to, first : first + width] += pushed
     found.entries += part.scale**2 * examples.products(wanted.mode)
 
@@ -152,11 +152,11 @@ class _Examples:
                 whole = isinstance(picked, np.ndarray)
                 self.kept[side][n] = picked.copy() if whole else {name: v.copy() for name, v in picked.items()}
 
-    def products(self, mode: str) -> np.ndarray:
+    def products(self, mode: Mode) -> np.ndarray:
         values = np.zeros(len(self.entries))
         for at, (n, k, m, o) in enumerate(self.entries):
-            left, right = self.kept[0][n], self.kept[0 if mode == "blocks" else 1][m]
-            pairs = [(p, p) for p in range(self.part.outputs(left))] if mode == "trace" else [(k, o)]
+            left, right = self.kept[0][n], self.kept[0 if mode.within_examples else 1][m]
+            pairs = [(p, p) for p in range(self.part.outputs(left))] if mode.sums_outputs else [(k, o)]
             for p, q in pairs:
                 one = self.part.rows(self.part.pick(left, 0, 1, slice(p, p + 1)))
                 other = self.part.rows(self.part.pick(right, 0, 1, slice(q, q + 1)))

@@ -1,4 +1,4 @@
-"""In: tiles of a kernel, as they are read, and what the stores say they should give. Out: what each is found to be."""
+"""Checks of tiles as they are read, each by itself and against what the stores say that it should give."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from jacstore.base.modes import Mode
 from jacstore.base.precision import ROUNDOFF, SIGMAS, product_bound, rounding_error, squares_bound
 from jacstore.errors import DamagedDataError
 from jacstore.kernels.diagonal import Diagonal, diagonal_of, longest_sum
@@ -80,10 +81,11 @@ class Expected:
         self.diagonal = diagonal
         self.products, self.squares = np.zeros_like(found.products), np.zeros_like(found.products)
 
-    def scales(self, mode: str) -> tuple[np.ndarray, np.ndarray]:
-        """`(N, K)` norms of rows and of columns, K = 1 for trace."""
-        left, right = self.norms
-        return (left.sum(1, keepdims=True), right.sum(1, keepdims=True)) if mode == "trace" else (left, right)
+    @property
+    def scales(self) -> tuple[np.ndarray, np.ndarray]:
+        """`(N, K)` squared norms of rows and of columns, K = 1 for trace."""
+        left, right = map(self.wanted.mode.over_outputs, self.norms)
+        return left, right
 
 
 class TileChecks:
@@ -144,16 +146,11 @@ class TileChecks:
     def _entries(self, expected: Expected, i: int, j: int, tile: np.ndarray, where: str) -> None:
         a, b = self.plan.rows.examples(self.plan.tile, i, i + 1)
         c, d = self.plan.cols.examples(self.plan.tile, j, j + 1)
-        scales = expected.scales(self.plan.mode)
+        scales = expected.scales
         for at, (n, k, m, o) in enumerate(expected.wanted.entries):
             if not (a <= n < b and c <= m < d) or (self.kernel.exact_diagonal and (n, k) == (m, o)):
                 continue
-            place = {
-                "full": ((n - a) * self.plan.n_outputs + k, (m - c) * self.plan.n_outputs + o),
-                "trace": (n - a, m - c),
-                "diagonal": (k, n - a, m - c),
-                "blocks": (n - a, k, o),
-            }[self.plan.mode]
+            place = self.plan.mode.entry(n - a, k, m - c, o, self.plan.n_outputs)
             scale = math.sqrt(scales[0][n, k] * scales[1][m, o])
             off = np.abs(tile[place] - expected.found.entries[at])
             size = np.abs(expected.found.entries[at])
@@ -177,33 +174,35 @@ class TileChecks:
             into[slice(*cols), :, self._span(self.expected, i)] += mirrored
 
     def _span(self, expected: Expected, j: int) -> int:
-        if self.plan.mode == "blocks":
+        if self.plan.mode.within_examples:
             return 0
         return next(at for at, (first, last) in enumerate(expected.spans) if first <= j < last)
 
     def _times(self, tile: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        """A tile times weights `(m, K)`: `(n, K)`."""
-        mode, k = self.plan.mode, self.plan.n_outputs
-        if mode == "full":
-            return (tile @ weights.reshape(-1)).reshape(-1, k)
-        if mode == "trace":
-            return (tile @ weights[:, :1]).reshape(-1, 1)
-        product = np.matmul(tile, weights.T[:, :, None] if mode == "diagonal" else weights[:, :, None])[..., 0]
-        return product.T if mode == "diagonal" else product
+        """A tile times weights `(m, K)`: `(n, K)`, K = 1 for trace."""
+        mode = self.plan.mode
+        if mode.is_matrix:
+            per_example = mode.rows_per_example(self.plan.n_outputs)
+            return (tile @ weights[:, :per_example].reshape(-1)).reshape(-1, per_example)
+        # A stack has a matrix for each example, or for each output.
+        vectors = weights if mode.within_examples else weights.T
+        products: np.ndarray = np.matmul(tile, vectors[:, :, None])[..., 0]
+        return products if mode.within_examples else products.T
 
     def compare(self, tally: Tally) -> None:
         """Compare the products of tiles with those of the stored rows, range by range."""
         expected = self.expected
         if expected is None:
             return
-        left, right = expected.scales(self.plan.mode)
+        left, right = expected.scales
         weights = expected.wanted.weights[:, : right.shape[1]]
         weighted = np.where(weights == 0, 0.0, right * np.square(weights))
         bound = self.bounds.error + REFERENCE
         off = np.abs(expected.products - expected.found.products)
-        for at, (first, last) in enumerate(expected.spans if self.plan.mode != "blocks" else [(0, 1)]):
+        within = self.plan.mode.within_examples
+        for at, (first, last) in enumerate([(0, 1)] if within else expected.spans):
             for i in range(self.plan.grid[0]):
-                tiles = [(i, i)] if self.plan.mode == "blocks" else [(i, j) for j in range(first, last)]
+                tiles = [(i, i)] if within else [(i, j) for j in range(first, last)]
                 stored = [(min(t), max(t)) if self.plan.symmetric else t for t in tiles]
                 if any(self.seen.bad.get((self.index, *t)) is False for t in stored):
                     continue
@@ -227,24 +226,19 @@ class TileChecks:
         self, left: np.ndarray, weighted: np.ndarray, columns: tuple[int, int], rows: tuple[int, int]
     ) -> np.ndarray:
         """What errors are relative to, `sqrt(G_ii sum_j G_jj z_j²)`, `(n, K)`."""
-        if self.plan.mode == "blocks":
-            total = weighted[slice(*rows)].sum(1, keepdims=True)
-        elif self.plan.mode == "diagonal":
-            total = weighted[slice(*columns)].sum(0, keepdims=True)
-        else:
-            total = weighted[slice(*columns)].sum(keepdims=True)
-        scale: np.ndarray = np.sqrt(left * total)
+        mode = self.plan.mode
+        met = weighted[slice(*(rows if mode.within_examples else columns))]
+        # The sum over j runs over the examples and the outputs that a row is paired with.
+        axes = [axis for axis, paired in enumerate((not mode.within_examples, mode.crosses_outputs)) if paired]
+        scale: np.ndarray = np.sqrt(left * met.sum(tuple(axes), keepdims=True))
         return scale
 
 
-def outer_norms(mode: str, one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Products of norms `(n, K)` and `(m, K)` of rows, in the shape of a tile."""
-    if mode == "full":
-        return np.outer(one.reshape(-1), other.reshape(-1))
-    if mode == "trace":
-        return np.outer(np.linalg.norm(one, axis=1), np.linalg.norm(other, axis=1))
-    found: np.ndarray = np.einsum("nk,nl->nkl", one, one) if mode == "blocks" else np.einsum("nk,mk->knm", one, other)
-    return found
+def outer_norms(mode: Mode, one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Products of norms of rows in the shape of a tile, from squared norms `(n, K)` and `(m, K)`."""
+    left, right = (np.sqrt(mode.on_diagonal(squares)) for squares in (one, other))
+    products: np.ndarray = left[..., :, None] * right[..., None, :]
+    return products
 
 
 def squared_norms(store: JacobianStore, leaf: int | None) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""In: slabs of rows, or factors of them. Out: their products, added to the accumulators of kernel tiles, by BLAS.
+"""Products of slabs of rows, or of factors of rows, added to the accumulators of kernel tiles by BLAS.
 
 Products are formed in the type of `precision`; sums over slabs are always float64.
 """
@@ -16,8 +16,9 @@ import numpy as np
 from jacstore.base import machine
 from jacstore.base.blas_threads import blas_threads
 from jacstore.base.limits import PRODUCT_BYTES
+from jacstore.base.modes import Mode
 from jacstore.base.threads import all_done
-from jacstore.terms.factor_set import FactorSet, block_view
+from jacstore.terms.factor_set import FactorSet
 
 # Examples of a tile that a single thread multiplies: cutting it up would cost more than it gains.
 LEAST_SPLIT = 128
@@ -56,13 +57,13 @@ class Engine(Protocol):
     def load(self, slab: np.ndarray) -> Any:
         """The slab where products are formed; the host buffer may be overwritten afterwards."""
 
-    def add(self, mode: str, total: Any, a: Any, rows: slice, b: Any, cols: slice, columns: slice) -> Any:
+    def add(self, mode: Mode, total: Any, a: Any, rows: slice, b: Any, cols: slice, columns: slice) -> Any:
         """The accumulator plus the product of examples `rows` of `a` with examples `cols` of `b` over `columns`."""
 
     def load_factors(self, factors: FactorSet) -> FactorSet:
         """Factors where products are formed."""
 
-    def add_factors(self, mode: str, total: Any, a: FactorSet, rows: slice, b: FactorSet, cols: slice) -> Any:
+    def add_factors(self, mode: Mode, total: Any, a: FactorSet, rows: slice, b: FactorSet, cols: slice) -> Any:
         """The accumulator plus products of factored rows, formed without the rows."""
 
     def fetch(self, total: Any) -> np.ndarray:
@@ -95,22 +96,19 @@ class BlasEngine:
         return slab
 
     def add(
-        self, mode: str, total: np.ndarray, a: np.ndarray, rows: slice, b: np.ndarray, cols: slice, columns: slice
+        self, mode: Mode, total: np.ndarray, a: np.ndarray, rows: slice, b: np.ndarray, cols: slice, columns: slice
     ) -> np.ndarray:
         left, right = a[rows, :, columns], b[cols, :, columns]
-        if mode == "full":
+        if mode.within_examples:
+            total += np.matmul(left, right.transpose(0, 2, 1))
+        elif mode.crosses_outputs:
             self._add_product(total, left.reshape(-1, left.shape[2]), right.reshape(-1, right.shape[2]))
-        elif mode == "trace" and left.flags.c_contiguous and right.flags.c_contiguous:
+        elif mode.sums_outputs and left.flags.c_contiguous and right.flags.c_contiguous:
             # Outputs side by side are just more columns.
             self._add_product(total, left.reshape(len(left), -1), right.reshape(len(right), -1))
-        elif mode == "trace":
-            for k in range(left.shape[1]):
-                self._add_product(total, left[:, k], right[:, k])
-        elif mode == "diagonal":
-            for k in range(left.shape[1]):
-                self._add_product(total[k], left[:, k], right[:, k])
         else:
-            total += np.matmul(left, right.transpose(0, 2, 1))
+            for k in range(left.shape[1]):
+                self._add_product(total if mode.sums_outputs else total[k], left[:, k], right[:, k])
         return total
 
     def _add_product(self, total: np.ndarray, left: np.ndarray, right: np.ndarray) -> None:
@@ -131,11 +129,11 @@ class BlasEngine:
         return factors
 
     def add_factors(
-        self, mode: str, total: np.ndarray, a: FactorSet, rows: slice, b: FactorSet, cols: slice
+        self, mode: Mode, total: np.ndarray, a: FactorSet, rows: slice, b: FactorSet, cols: slice
     ) -> np.ndarray:
         """Blocks that stay in the cache, one per core: numbers are then multiplied one by one at full speed too."""
         m, n = rows.stop - rows.start, cols.stop - cols.start
-        if mode == "blocks":
+        if mode.within_examples:
             for part in a.own_parts(rows):
                 total += part
             return total
@@ -152,7 +150,7 @@ class BlasEngine:
             i, j = job
             left = slice(rows.start + i.start, rows.start + i.stop)
             right = slice(cols.start + j.start, cols.start + j.stop)
-            target = block_view(mode, total, i, j, a.n_outputs)
+            target = mode.view(total, i, j, a.n_outputs)
             # As in an item; threads of a pool do not inherit it.
             with np.errstate(over="ignore", invalid="ignore"):
                 for part in a.parts(mode, left, b, right, matmul=self._buffers.matmul):
@@ -205,8 +203,8 @@ def _cut(m: int, n: int, block: tuple[int, int]) -> tuple[int, int]:
     return down, along
 
 
-def symmetrize(mode: str, tile: np.ndarray) -> np.ndarray:
-    """A diagonal tile with its lower half replaced by the mirror of its upper half, in place."""
+def symmetrize(tile: np.ndarray) -> np.ndarray:
+    """A tile on the diagonal, of any mode, with its lower half replaced by the mirror of its upper half, in place."""
     n = tile.shape[-1]
     lower = np.tril_indices(n, -1) if n <= 64 else None
     for matrix in tile.reshape(-1, n, n):

@@ -1,4 +1,4 @@
-"""In: slabs of rows. Out: their products on a device by XLA, added to accumulators there or, if too large, on the host.
+"""Products of slabs of rows on a device by XLA, added to accumulators there or, if these are too large, on the host.
 
 The matmul precision is always explicit: the default on recent GPUs is TF32. On a CPU this engine can be forced, so that
 tests run the code that a GPU runs.
@@ -16,7 +16,8 @@ import numpy as np
 from jax import lax
 
 from jacstore.base.devices import device
-from jacstore.terms.factor_set import FactorSet, block_view
+from jacstore.base.modes import Mode
+from jacstore.terms.factor_set import FactorSet
 
 # Numbers of a block of products of pairs of positions on the device.
 PRODUCT_NUMBERS = 16_000_000
@@ -79,7 +80,7 @@ class XlaEngine:
                 operand = operand.astype(jnp.bfloat16)
             return jax.block_until_ready(operand)
 
-    def add(self, mode: str, total: Any, a: Any, rows: slice, b: Any, cols: slice, columns: slice) -> Any:
+    def add(self, mode: Mode, total: Any, a: Any, rows: slice, b: Any, cols: slice, columns: slice) -> Any:
         sizes = (rows.stop - rows.start, cols.stop - cols.start, columns.stop - columns.start)
         starts = (rows.start, cols.start, columns.start)
         exact = not (self.precision == "fast" and self._on_gpu)
@@ -93,20 +94,20 @@ class XlaEngine:
         with jax.enable_x64(True):
             return factors.on_device(jnp.asarray)
 
-    def add_factors(self, mode: str, total: Any, a: FactorSet, rows: slice, b: FactorSet, cols: slice) -> Any:
+    def add_factors(self, mode: Mode, total: Any, a: FactorSet, rows: slice, b: FactorSet, cols: slice) -> Any:
         m, n = rows.stop - rows.start, cols.stop - cols.start
-        block = m if mode == "blocks" else a.block_examples(PRODUCT_NUMBERS)
+        block = m if mode.within_examples else a.block_examples(PRODUCT_NUMBERS)
         host = total if isinstance(total, np.ndarray) else np.zeros(total.shape)
         precision = None if self.precision == "fast" and self._on_gpu else "highest"
         with jax.enable_x64(True), jax.default_matmul_precision(precision):
             for i, j in itertools.product(range(0, m, block), range(0, n, block)):
                 left = slice(rows.start + i, min(rows.start + i + block, rows.stop))
                 right = slice(cols.start + j, min(cols.start + j + block, cols.stop))
-                if mode == "blocks":
+                if mode.within_examples:
                     host += sum(np.asarray(part, np.float64) for part in a.own_parts(left, jnp))
                     continue
                 size = slice(i, i + left.stop - left.start), slice(j, j + right.stop - right.start)
-                target = block_view(mode, host, *size, a.n_outputs)
+                target = mode.view(host, *size, a.n_outputs)
                 target += np.asarray(sum(part.astype(jnp.float64) for part in a.parts(mode, left, b, right, jnp)))
             return host if host is total else total + jnp.asarray(host)
 
@@ -115,22 +116,19 @@ class XlaEngine:
 
 
 @partial(jax.jit, static_argnames=("mode", "sizes", "exact"))
-def _product(mode: str, a: Any, b: Any, starts: tuple[Any, Any, Any], sizes: tuple[int, int, int], exact: bool) -> Any:
+def _product(mode: Mode, a: Any, b: Any, starts: tuple[Any, Any, Any], sizes: tuple[int, int, int], exact: bool) -> Any:
     outputs = a.shape[1]
     left = lax.dynamic_slice(a, (starts[0], 0, starts[2]), (sizes[0], outputs, sizes[2]))
     right = lax.dynamic_slice(b, (starts[1], 0, starts[2]), (sizes[1], outputs, sizes[2]))
-    equation = {"full": "iac,jbc->iajb", "trace": "iac,jac->ij", "diagonal": "iac,jac->aij", "blocks": "iac,ibc->iab"}
     wide = jnp.float64 if a.dtype == jnp.float64 else jnp.float32
     precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
-    product = jnp.einsum(equation[mode], left, right, precision=precision, preferred_element_type=wide)
-    if mode == "full":
-        product = product.reshape(sizes[0] * outputs, sizes[1] * outputs)
-    return product
+    product = jnp.einsum(mode.equation, left, right, precision=precision, preferred_element_type=wide)
+    return product.reshape(mode.shape(*sizes[:2], outputs))
 
 
 @partial(jax.jit, static_argnames=("mode", "sizes", "exact"), donate_argnums=0)
 def _add(
-    total: Any, mode: str, a: Any, b: Any, starts: tuple[Any, Any, Any], sizes: tuple[int, int, int], exact: bool
+    total: Any, mode: Mode, a: Any, b: Any, starts: tuple[Any, Any, Any], sizes: tuple[int, int, int], exact: bool
 ) -> Any:
     return total + _product(mode, a, b, starts, sizes, exact).astype(total.dtype)
 

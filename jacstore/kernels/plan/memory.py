@@ -1,4 +1,4 @@
-"""In: a group of tiles. Out: what it takes in memory, part by part, and what it reads; all in bytes or counts."""
+"""What a group of tiles takes in memory, part by part, and what it reads, in bytes or counts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 
 from jacstore.base.limits import EXPANDED_BYTES, PRODUCT_BYTES
-from jacstore.kernels.plan.plan import Group, Step, block_shape, merge_ranges
+from jacstore.base.modes import Mode
+from jacstore.kernels.plan.plan import Group, Step, merge_ranges
 from jacstore.store.layout import Side
 
 # Products of pairs of positions that are alive at once, on all cores and in all orders.
@@ -17,7 +18,7 @@ PRODUCT_COPIES = 16
 class Footprint:
     """What the memory of a group depends on."""
 
-    mode: str
+    mode: Mode
     symmetric: bool
     n_outputs: int
     rows: Side
@@ -32,7 +33,7 @@ class Footprint:
     patches_kept: bool
 
     def block_bytes(self, m: int, n: int) -> int:
-        return 8 * math.prod(block_shape(self.mode, m, n, self.n_outputs))
+        return 8 * math.prod(self.mode.shape(m, n, self.n_outputs))
 
     def ranges(self, group: Group) -> list[tuple[Side, int, int]]:
         """Example ranges that a group reads; a symmetric group's two ranges are merged where they touch."""
@@ -45,7 +46,7 @@ class Footprint:
         accumulators = 0
         for j in range(*group.cols):
             # The rows of a column of tiles are one range: down to the diagonal, or on it, or all.
-            first = j if self.mode == "blocks" else group.rows[0]
+            first = j if self.mode.within_examples else group.rows[0]
             last = min(group.rows[1], j + 1) if self.symmetric else group.rows[1]
             a, b = self.rows.examples(self.tile, first, max(first, last))
             c, d = self.cols.examples(self.tile, j, j + 1)

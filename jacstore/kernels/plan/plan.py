@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from jacstore.base.modes import Mode
 from jacstore.store.layout import Side
 
 
@@ -54,7 +55,7 @@ class Item:
 class GramPlan:
     """How a kernel is assembled. Resolved once, kept with the kernel and reused by every rerun."""
 
-    mode: str
+    mode: Mode
     symmetric: bool
     n_outputs: int
     n_columns: int
@@ -102,6 +103,11 @@ class GramPlan:
         """Tiles computed; mirrors of a symmetric kernel are not counted."""
         return sum(len(self.tiles_of(group)) for group in self.groups)
 
+    @property
+    def tiles_stored(self) -> int:
+        """Tiles of the whole kernel, mirrors included."""
+        return self.mode.tiles_stored(*self.grid)
+
     def slabs(self, columns: tuple[int, int]) -> list[tuple[int, int]]:
         """Slabs of an item's columns, in the order in which they are added. Their borders are borders of pieces."""
         start, stop = columns
@@ -115,29 +121,18 @@ class GramPlan:
         """Shape of the accumulator of tile (i, j)."""
         a, b = self.rows.examples(self.tile, i, i + 1)
         c, d = self.cols.examples(self.tile, j, j + 1)
-        return block_shape(self.mode, b - a, d - c, self.n_outputs)
+        return self.mode.shape(b - a, d - c, self.n_outputs)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
-        return asdict(self)
+        return asdict(self) | {"mode": self.mode.value}
 
 
-def block_shape(mode: str, m: int, n: int, n_outputs: int) -> tuple[int, ...]:
-    """Kernel entries between m and n examples."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "full": (m * n_outputs, n * n_outputs),
-        "trace": (m, n),
-        "diagonal": (n_outputs, m, n),
-        "blocks": (m, n_outputs, n_outputs),
-    }
-    return shapes[mode]
-
-
-def tiles_within(group: Group, symmetric: bool, mode: str) -> Iterator[tuple[int, int]]:
+def tiles_within(group: Group, symmetric: bool, mode: Mode) -> Iterator[tuple[int, int]]:
     (a, b), (c, d) = group.rows, group.cols
     for i in range(a, b):
-        first = max(c, i) if symmetric or mode == "blocks" else c
-        for j in range(first, min(d, i + 1) if mode == "blocks" else d):
+        first = max(c, i) if symmetric or mode.within_examples else c
+        for j in range(first, min(d, i + 1) if mode.within_examples else d):
             yield i, j
 
 

@@ -1,4 +1,4 @@
-"""In: the sides of a kernel and a memory. Out: the plan with the fewest bytes read, or why none fits.
+"""Choose the plan of a kernel that reads the fewest bytes within a memory, or say why none fits.
 
 Groups of tiles are one pass, strips, squares, rectangles or ranges along the diagonal, as large as the memory allows;
 columns and steps are split over workers.
@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from jacstore.base.limits import IO_THREADS, MAX_FILES, MAX_ITEMS, SLAB_COLUMNS
+from jacstore.base.modes import Mode
 from jacstore.errors import InvalidRequestError
 from jacstore.kernels.plan.memory import Footprint
-from jacstore.kernels.plan.plan import GramPlan, Group, Step, block_shape, tiles_within
+from jacstore.kernels.plan.plan import GramPlan, Group, Step, tiles_within
 from jacstore.store.layout import Side, even
 
 TILE_ROWS = 2048
@@ -23,7 +24,7 @@ TILE_ROWS = 2048
 
 def plan_gram(
     *,
-    mode: str,
+    mode: Mode,
     rows: Side,
     cols: Side | None,
     n_outputs: int,
@@ -115,7 +116,7 @@ def plan_gram(
             f"--memory: {share:,} bytes for each of {workers} worker(s) cannot hold one tile and one slab; give at "
             f"least {needed * workers:,} bytes (memory=), fewer --workers or a smaller --tile"
         )
-    files = best.grid[0] * (1 if mode == "blocks" else best.grid[1]) * len(leaf_borders or [0])
+    files = best.tiles_stored * len(leaf_borders or [0])
     if files > MAX_FILES or len(best.items) > MAX_ITEMS:
         raise InvalidRequestError(
             f"the kernel would be {files:,} tiles in {len(best.items):,} items; at most {MAX_FILES:,} and "
@@ -124,11 +125,11 @@ def plan_gram(
     return best
 
 
-def _tile_sizes(mode: str, rows: Side, cols: Side, n_outputs: int, per_side: int) -> list[int]:
+def _tile_sizes(mode: Mode, rows: Side, cols: Side, n_outputs: int, per_side: int) -> list[int]:
     """Tile edges in examples to try, largest first: about `TILE_ROWS` kernel rows, then less for short memory."""
     n = max(rows.n_examples, cols.n_examples)
     smallest = -(-n // per_side)
-    edge = max(TILE_ROWS // (n_outputs if mode == "full" else 1), smallest, 1)
+    edge = max(TILE_ROWS // mode.rows_per_example(n_outputs), smallest, 1)
     sizes = []
     while True:
         sizes.append(even(n, min(n, edge)))
@@ -157,7 +158,7 @@ def _schedules(sizes: Footprint, fits: Callable[[Group], bool]) -> Iterator[tupl
     if fits(everything):
         yield "one pass", (everything,)
         return
-    if sizes.mode == "blocks":
+    if sizes.mode.within_examples:
         groups = _along_diagonal(n, fits)
         if groups:
             yield "row ranges", groups
@@ -296,13 +297,8 @@ def _finish(
                 each = factor_bytes[0] if side is sizes.rows else factor_bytes[1]
                 read += side.examples_read(start, stop) * each
     products = sum(math.prod(plan.tile_shape(i, j)) for g in groups for i, j in plan.tiles_of(g))
-    depth = n_columns * (sizes.n_outputs if sizes.mode == "trace" else 1)
-    pairs = sum(
-        math.prod(block_shape("trace" if sizes.mode != "blocks" else "blocks", *shape, 1)[:2])
-        for g in groups
-        for i, j in plan.tiles_of(g)
-        for shape in [_tile_examples(plan, i, j)]
-    )
+    depth = n_columns * sizes.mode.products_per_entry(sizes.n_outputs)
+    pairs = sum(sizes.mode.example_pairs(*_tile_examples(plan, i, j)) for g in groups for i, j in plan.tiles_of(g))
     examples = sum(stop - start for g in groups for _, start, stop in sizes.ranges(g))
     factored = sum(step.flops_pair * pairs + step.flops_example * examples for step in sizes.steps)
     return replace(plan, bytes_expected=read, flops=2 * products * depth + factored)
@@ -317,7 +313,7 @@ def _tile_examples(plan: GramPlan, i: int, j: int) -> tuple[int, int]:
 def _split_steps(sizes: Footprint, splits: tuple[tuple[int, int], ...]) -> tuple[tuple[int, ...], ...]:
     """Steps of each split: the costliest first, each to the split with the least to do."""
     pairs = sizes.rows.n_examples * sizes.cols.n_examples // (2 if sizes.symmetric else 1)
-    outputs = sizes.n_outputs ** (2 if sizes.mode in ("full", "blocks") else 1)
+    outputs = sizes.mode.output_pairs(sizes.n_outputs)
     loads = [2 * (b - a) * pairs * outputs for a, b in splits]
     taken: list[list[int]] = [[] for _ in splits]
     costs = [s.flops_pair * pairs + s.flops_example * sizes.rows.n_examples for s in sizes.steps]

@@ -1,4 +1,4 @@
-"""In: leaves and their operands. Out: the steps in which factored leaves are contracted, and how each leaf is.
+"""The steps in which factored leaves are contracted, and for each leaf the cheaper way to do it.
 
 A step is a set of leaves that share factors, so that each factor is read once. A leaf is contracted implicitly, by
 products of all pairs of positions, or its rows are formed a few channels at a time.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from jacstore.base.modes import Mode
 from jacstore.kernels.plan.plan import Step
 from jacstore.terms.kinds import Leaf, Operand
 from jacstore.terms.row_products import inside_flops, own_rows_are_smaller
@@ -18,7 +19,7 @@ ELEMENTWISE = 12
 
 
 def plan_steps(
-    leaves: Sequence[Leaf], operands: Sequence[Operand], n_outputs: int, n_examples: int, mode: str
+    leaves: Sequence[Leaf], operands: Sequence[Operand], n_outputs: int, n_examples: int, mode: Mode
 ) -> tuple[Step, ...]:
     """Steps over the factored leaves, in the order of their first leaves."""
     by_name = {operand.name: operand for operand in operands}
@@ -107,11 +108,11 @@ def _patch_numbers(leaf: Leaf, operands: dict[str, Operand]) -> int:
     return positions * leaf.size // _cotangents(leaf, operands)[2]
 
 
-def _positions(leaf: Leaf, operands: dict[str, Operand], n_outputs: int, mode: str) -> int:
+def _positions(leaf: Leaf, operands: dict[str, Operand], n_outputs: int, mode: Mode) -> int:
     """The most positions, or pixels, that products of this leaf run over; for patches and rows what takes as much."""
     shapes = _shapes(leaf, operands)
     positions = {name: operands[name].shape[-2] for name in leaf.operands if operands[name].per_output}
-    if mode == "blocks" and own_rows_are_smaller(leaf, positions, n_outputs):
+    if mode.within_examples and own_rows_are_smaller(leaf, positions, n_outputs):
         numbers = max(term.most_numbers(leaf.size) for term in leaf.factored)
         return math.isqrt(3 * numbers // n_outputs) + 1
     return max(1, *(term.most_positions(shapes) for term in leaf.factored))
@@ -122,14 +123,14 @@ def _simple(leaf: Leaf, operands: dict[str, Operand]) -> bool:
     return len(leaf.terms) == 1 and leaf.factored[0].is_simple and _cotangents(leaf, operands)[:2] == (1, 1)
 
 
-def _costs(leaf: Leaf, operands: dict[str, Operand], n_outputs: int, mode: str) -> tuple[int, int, int]:
+def _costs(leaf: Leaf, operands: dict[str, Operand], n_outputs: int, mode: Mode) -> tuple[int, int, int]:
     """Multiplications and additions: implicit for a pair of examples, expanded for a pair, expanding for an example."""
-    outputs = n_outputs * n_outputs if mode in ("full", "blocks") else n_outputs
+    outputs = mode.output_pairs(n_outputs)
     shapes = _shapes(leaf, operands)
     if any(term.formed for term in leaf.factored):
         rows = 2 * leaf.size * outputs
         example = sum(2 * shapes[term.cotangents][1] * term.most_numbers(leaf.size) for term in leaf.factored)
-        return (rows if mode == "blocks" else 2**62), rows, example * n_outputs
+        return (rows if mode.within_examples else 2**62), rows, example * n_outputs
     implicit = example = 0
     for p in leaf.factored:
         groups, t, width = shapes[p.cotangents]
@@ -141,6 +142,6 @@ def _costs(leaf: Leaf, operands: dict[str, Operand], n_outputs: int, mode: str) 
             pairs = t * s if inside is not None else 1
             implicit += 2 * groups * pairs * width * outputs + ELEMENTWISE * groups * pairs * outputs + (inside or 0)
     expandable = all(term.in_slabs for term in leaf.factored)
-    if mode == "blocks" or _simple(leaf, operands) or not expandable:
+    if mode.within_examples or _simple(leaf, operands) or not expandable:
         return implicit, 2**62, example
     return implicit, 2 * leaf.size * outputs, example
