@@ -1,4 +1,4 @@
-"""In: a kernel and, if it is there, its store. Out: checks of every tile, and of the whole against what is stored.
+"""Checks of every tile of a kernel, and of the whole kernel against its store if that is there.
 
 Tiles are read once: every byte, symmetry, the diagonal against the exact norms, random entries, and products of tiles
 with random weights against `J (Jᵀ z)`, which find any wrong tile with probability near 1 and name it.
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from jacstore.base.budget import VERIFY, Budget
 from jacstore.errors import DamagedDataError, JacstoreError
 from jacstore.kernels.diagonal import Diagonal, diagonal_of
 from jacstore.kernels.kernel import Kernel
@@ -38,6 +39,7 @@ class KernelChecks:
 
     def __init__(self, kernel: Kernel, stores: list[JacobianStore] | None, why: str, memory: int) -> None:
         self.kernel, self.stores, self.why, self.memory = kernel, stores, why, memory
+        self.budget = Budget(memory).split(**VERIFY)
         self.plan = kernel.plan
         self.seen = Seen()
         self.store_fault = ""
@@ -147,7 +149,8 @@ class KernelChecks:
             difference = np.zeros((stop - start, store.n_outputs))
             for index in leaves or range(len(store.leaves)):
                 leaf = store.leaves[index]
-                difference += store.norms[start:stop, :, index] - stored_norms(store, leaf, start, stop, self.memory)
+                stored = stored_norms(store, leaf, start, stop, self.budget["norms"])
+                difference += store.norms[start:stop, :, index] - stored
             change = np.nan_to_num(difference) * wanted.weights[start:stop]
             if wanted.mode == "trace":
                 change = change.sum(1, keepdims=True)
