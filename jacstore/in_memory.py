@@ -7,9 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from jacstore.base.budget import Budget
+from jacstore.base.machine import default_memory
 from jacstore.kernels.gram import gram
 from jacstore.problem.problem import Problem
 from jacstore.rows.build import build
+from jacstore.store.reader import JacobianStore
 
 
 def ntk(
@@ -42,11 +45,14 @@ def ntk(
     numpy.ndarray
         float64.
     """
-    stores = [
-        build(Problem(apply=apply, params=params, inputs=x, **problem), None, dtype=dtype, memory=memory)
-        for x in (inputs, other)
-        if x is not None
-    ]
-    return gram(stores[0], stores[1] if other is not None else None, mode=mode, memory=memory).array.compute(
+    budget, stores = Budget(default_memory(memory)), list[JacobianStore]()
+    for x in (inputs, other):
+        if x is not None:
+            # The first store stays in RAM while the second is built.
+            left = max(1, budget.beside(stores_in_ram=sum(store.files.bytes_held for store in stores)))
+            stores.append(
+                build(Problem(apply=apply, params=params, inputs=x, **problem), None, dtype=dtype, memory=left)
+            )
+    return gram(stores[0], stores[1] if other is not None else None, mode=mode, memory=budget.total).array.compute(
         scheduler="synchronous"
     )

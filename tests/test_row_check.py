@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 
 import jacstore
 from jacstore import Problem
+from jacstore.base.budget import BUILD
 from jacstore.cli import text
 from jacstore.errors import InvalidFunctionError
 from jacstore.rows.row_check import RowCheck
@@ -114,7 +116,7 @@ def test_examples_that_are_not_finite_are_left_to_the_build():
 
 
 def test_gradients_that_do_not_fit_are_left_out(monkeypatch):
-    monkeypatch.setattr("jacstore.rows.row_check.GRADIENT_SHARE", 2**60)
+    monkeypatch.setitem(BUILD, "row_check", Fraction(0))
     store = jacstore.build(mlp(4), None)
     assert store.complete
 

@@ -1,6 +1,7 @@
-"""Words and tools that every room uses: sizes, limits, modes, roundoffs, the machine, threads, progress, typed JSON.
+"""Words and tools that every room uses: sizes, limits, modes, memory, roundoffs, threads, progress, typed JSON.
 
 `limits`, `modes` and `precision` hold shared names and numbers; `schema` parses JSON into declared types; `cgroups`,
-`machine`, `devices`, `threads` and `blas_threads` say what may be used; `indexing` resolves ranges of rows; `events`
-and `leaving` tell of progress and of interruption. Nothing here reads, writes or multiplies a Jacobian.
+`machine`, `devices`, `threads` and `blas_threads` say what may be used, `budget` who may take how much memory;
+`indexing` resolves ranges of rows; `events` and `leaving` tell of progress and of interruption. Nothing here reads,
+writes or multiplies a Jacobian.
 """

@@ -1,12 +1,14 @@
-"""In: what JAX was told. Out: the device it computes on, or one line that says what is missing."""
+"""The device that JAX computes on and how much of its memory may be used, or one line that says what is missing."""
 
 from __future__ import annotations
 
 import os
+from fractions import Fraction
 from typing import Any
 
 import jax
 
+from jacstore.base.budget import ACCELERATOR, Budget
 from jacstore.errors import InvalidRequestError
 
 
@@ -29,12 +31,30 @@ def device() -> Any:
         ) from error
 
 
-def device_budget(given: int | None, memory: int) -> int:
-    """Bytes a pass may take: on a CPU a quarter of the host budget, elsewhere three quarters of the device."""
-    where = device()
-    if given is not None:
-        return given
-    if where.platform == "cpu":
-        return memory // 4
-    stats = where.memory_stats() or {}
-    return int(stats.get("bytes_limit", 4 * memory) * 3 // 4)
+def on_accelerator() -> bool:
+    """Whether the device has memory of its own."""
+    return bool(device().platform != "cpu")
+
+
+def device_memory(given: int | None, budget: Budget) -> int:
+    """Bytes that programs may take: on the accelerator, or on a CPU the part `device_pass` of the budget.
+
+    `given` is `--device-memory`. On a CPU it takes the place of the part, up to all of the budget; whoever gives it
+    proves that the other parts fit beside what the program turns out to need.
+    """
+    if not on_accelerator():
+        return budget["device_pass"] if given is None else min(given, budget.total)
+    return given or accelerator_memory() or budget.total
+
+
+def accelerator_memory() -> int:
+    """Bytes of the accelerator that are used if `--device-memory` does not say; 0 if the device does not tell."""
+    stats = device().memory_stats() or {}
+    return Budget(int(stats.get("bytes_limit", 0))).split(**ACCELERATOR)["jacstore"]
+
+
+def where_from(given: int | None, share: Fraction) -> tuple[str, str]:
+    """Where the memory of programs comes from, and what to change, as an error says it; `share` of a CPU's memory."""
+    if on_accelerator() or given is not None:
+        return "--device-memory", "--device-memory (device_memory=)"
+    return f"the part device_pass ({share}) of --memory", "--memory (memory=)"

@@ -1,4 +1,4 @@
-"""In: the machine. Out: memory, disk and process facts as integers, and sizes such as "8GB" read and printed."""
+"""Facts about the machine and this process (memory, disk, cores), and sizes such as "8GB" read and printed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import socket
 from pathlib import Path
 
 from jacstore.base import cgroups
+from jacstore.base.budget import DEFAULT, Budget
 from jacstore.errors import InvalidRequestError
 
 UNITS = {"": 1, "B": 1}
@@ -82,7 +83,7 @@ def available_memory() -> int:
 
 def default_memory(given: int | str | None) -> int:
     """The host budget in bytes: `--memory`, or half of what is available."""
-    return parse_size(given, "--memory") or available_memory() // 2
+    return parse_size(given, "--memory") or Budget(available_memory()).split(**DEFAULT)["host"]
 
 
 def free_disk(path: str | Path) -> int:

@@ -24,6 +24,12 @@ def _continued(r: dict[str, Any], what: str) -> list[str]:
     return [f"continues {where}: {r[f'{what}_done']:,} of {r[f'{what}_total']:,} {what} done"] * bool(r["begun"])
 
 
+def _memory(r: dict[str, Any]) -> str:
+    """What a plan takes and, by name, what for."""
+    parts = ", ".join(f"{name} {format_size(size)}" for name, size in r["memory_parts"].items() if size)
+    return f"memory        {format_size(r['memory'])}" + (f": {parts}" if parts else "")
+
+
 def build(r: dict[str, Any]) -> str:
     state = "complete" if r["complete"] else "part done, others are missing"
     saved = f" in {r['seconds_total']:.1f} s ({r['seconds_compile']:.1f} s compiling)" if r["units_computed"] else ""
@@ -67,7 +73,7 @@ def plan_build(r: dict[str, Any]) -> str:
             f"files         {r['files']:,} in {r['units_total']:,} units of {r['unit_size']:,} examples",
             f"device pass   {r['batches']:,} batches of {r['batch_size']} examples x {r['output_batch']} outputs, "
             f"{format_size(r['device_pass_bytes'])}",
-            f"memory        {format_size(r['memory'])}",
+            _memory(r),
             f"expected      {r['expected_seconds_device']:.3g} s device, {r['expected_seconds_write']:.3g} s writing "
             f"at 500 MB/s, {r['expected_seconds_compile']:.3g} s compiling; they overlap",
             *_leaf_lines(r["terms"]),
@@ -98,7 +104,7 @@ def plan_gram(r: dict[str, Any]) -> str:
             f"schedule      {r['schedule']}: {r['passes']:.2f} passes over J, {format_size(r['bytes_read'])} read",
             f"to store      {format_size(r['bytes_to_store'])} in {r['files']:,} files, "
             f"{format_size(r['bytes_free'])} free",
-            f"memory        {format_size(r['memory'])}",
+            _memory(r),
             f"work          {r['flops']:.3g} flop in {r['items_total']:,} items, {r['tiles_total']:,} tiles of "
             f"{r['tile']:,} examples, slabs of {r['slab_columns']:,} columns",
             f"expected      {r['expected_seconds']:.3g} s at {r['expected_flops_per_second'] / 1e9:.0f} GFLOP/s; "

@@ -1,4 +1,4 @@
-"""In: a store, its kernel, a prior precision and a key. Out: samples `(n, P)` of the Laplace posterior `N(0, A⁻¹)`.
+"""Samples `(n, P)` of the Laplace posterior `N(0, A⁻¹)` of a store and its kernel.
 
 `A = alpha I + Jᵀ Λ J`, Λ from the likelihood; a sample is a deviation from the parameters. The way follows the size: P
 small, the matrix A itself; R moderate, its kernel; else iterations. Any number of samples takes two passes over J.
@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from jacstore.base.budget import Budget
 from jacstore.base.events import Listener, silent
 from jacstore.base.machine import default_memory
 from jacstore.errors import InvalidRequestError
@@ -186,7 +187,7 @@ class _Plan:
         rows, p = self.store.n_examples * self.store.n_outputs, self.store.n_parameters
         require_memory(16 * n * p, self.memory, f"{n:,} samples of {p:,} parameters", "draw fewer (--n, n=)")
         # Beside a pass stand the noise, or the result that it counts itself, and a few columns of rows.
-        left = max(1, self.memory - 8 * n * (p + 3 * rows))
+        left = max(1, Budget(self.memory).beside(noise=8 * n * p, columns=8 * n * 3 * rows))
         jacobian = JacobianOperator(self.store, left, precision=precision)
         if opened is not None:
             require_own(jacobian, opened)
@@ -200,7 +201,13 @@ class _Plan:
             jacobian = JacobianOperator(self.store, left, precision="float64")
         self.jacobian = jacobian
         self.weighted = WeightedJacobian(jacobian, likelihood)
-        self.kernel = DualKernel(self.weighted, opened, self.memory, keep)
+        if chosen == "ggn":
+            # When the matrix is there, noise and samples come beside it.
+            needed = 8 * p * p + 16 * n * p
+            require_memory(needed, self.memory, f"{n:,} samples beside {p:,} x {p:,} numbers", "draw fewer (--n, n=)")
+        # Beside a factorization stand columns of rows, and no columns of parameters.
+        factor = max(1, Budget(self.memory).beside(columns=8 * n * 3 * rows))
+        self.kernel = DualKernel(self.weighted, opened, factor, keep)
         self.request = Request(alpha=alpha, method=chosen, error=1e-4 if error is None else error, q=q)
         self.requested = {
             "store": self.store.identity(),

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from jacstore.base.budget import Budget
 from jacstore.base.machine import default_memory
 from jacstore.errors import InvalidRequestError
 from jacstore.inference.factorize import checked_alpha
@@ -102,8 +103,8 @@ def sample_tests(
     memory, precision, keep
         As in `jacstore.sample`.
     """
-    budget = default_memory(memory)
-    jacobian = JacobianOperator(as_store(store), budget, precision=precision)
+    budget = Budget(default_memory(memory))
+    jacobian = JacobianOperator(as_store(store), budget.total, precision=precision)
     opened = open_kernel(str(kernel)) if isinstance(kernel, str | Path) else kernel
     require_own(jacobian, opened)
     z = np.asarray(samples)
@@ -115,8 +116,9 @@ def sample_tests(
         )
     alpha = checked_alpha(alpha)
     weighted = WeightedJacobian(jacobian, likelihood)
-    factor = DualKernel(weighted, opened, budget, keep).factor(alpha, "eigh")
+    # The pass comes first: it may take all of the memory, and so may the factorization beside its result.
     projected = weighted.times(z.T)
+    factor = DualKernel(weighted, opened, max(1, budget.beside(columns=projected.nbytes)), keep).factor(alpha, "eigh")
     values = factor.eigenvalues
     rounding = max(factor.error, len(values) * 2.0**-53 * float(values[-1]))
     kept = values > rounding

@@ -11,26 +11,28 @@ import importlib.util
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jacstore.base import machine
+from jacstore.base.budget import Budget
 from jacstore.base.events import Listener, Started, silent
 from jacstore.base.limits import PRECISIONS
 from jacstore.base.machine import format_size, parse_size
 from jacstore.base.precision import entry_error
 from jacstore.errors import DamagedDataError, InvalidRequestError, LockedError
 from jacstore.kernels.context import Work, common_dtype, make_engine
+from jacstore.kernels.engines.blas import Engine
 from jacstore.kernels.executors import cluster_at, connect, on_cluster, on_threads
 from jacstore.kernels.finish import finish_group
 from jacstore.kernels.kernel import LEAVES, WHOLE, Kernel, expected_bytes, layouts
 from jacstore.kernels.lazy import as_mode, as_store, default_precision, made_alike, refuse_unlike
 from jacstore.kernels.metadata import check_plan_for
-from jacstore.kernels.plan.plan import GramPlan
-from jacstore.kernels.plan.schedule import plan_gram
+from jacstore.kernels.plan.plan import GramPlan, Step
+from jacstore.kernels.plan.schedule import plan_gram, worker_parts
 from jacstore.kernels.plan.steps import plan_steps
 from jacstore.kernels.repair import repair_tiles
 from jacstore.kernels.resume import damaged_tiles, finished_groups, group_lock, items_done, sweep_items, tiles_done
@@ -270,9 +272,7 @@ class _Job:
         if self.scheduler not in ("threads", "processes") and self.workers is None:
             with connect(self.scheduler) as client:
                 self.workers = max(1, len(client.scheduler_info()["workers"]))
-        engine = make_engine(self.engine_name, self.precision, common_dtype(self.rows, self.cols), self.device_memory)
-        memory = self.memory - self._memory_held()
-        parts = self.part[1]
+        engine, memory = self._engine(), Budget(self.memory).beside(**self._memory_held())
         # Leaves that the two stores hold by different terms can only be compared as rows.
         alike = self.cols is None or made_alike(self.rows, self.cols)
         stores = [s for s in (self.rows, self.cols) if s is not None]
@@ -296,10 +296,10 @@ class _Job:
             cols=None if self.cols is None else self.cols.side,
             n_outputs=self.rows.n_outputs,
             n_columns=self.rows.n_columns if alike else self.rows.n_parameters,
-            # 16-bit slabs may stand beside factors that are held in more digits.
-            product_itemsize=max(engine.slab_dtype.itemsize, engine.factor_dtype.itemsize if steps else 0),
-            memory=max(1, memory) * parts,
-            workers=self.share * parts,
+            product_itemsize=_product_itemsize(engine, steps),
+            memory=max(1, memory),
+            workers=self.share,
+            machines=self.part[1],
             tile=self.tile,
             leaf_borders=starts if self.by_leaf else None,
             steps=steps,
@@ -307,13 +307,26 @@ class _Job:
             engine_copies=(engine.slab_copies, engine.tile_copies),
         )
 
-    def _memory_held(self) -> int:
-        """Bytes of the budget that stores in RAM hold and a kernel in RAM will take."""
-        held = sum(s.files.bytes_held for s in (self.rows, self.cols) if s is not None)
+    def _engine(self) -> Engine:
+        """An engine to plan with and to time, with what an item's may keep on an accelerator."""
+        stored = common_dtype(self.rows, self.cols)
+        return make_engine(self.engine_name, self.precision, stored, self._resident_bytes())
+
+    def _memory_held(self) -> dict[str, int]:
+        """Bytes that stores in RAM hold and a kernel in RAM will take."""
+        held = {"stores_in_ram": sum(s.files.bytes_held for s in (self.rows, self.cols) if s is not None)}
         if self.out != "memory://":
             return held
         shape = self.mode.shape(self.rows.n_examples, (self.cols or self.rows).n_examples, self.rows.n_outputs)
-        return held + int(np.prod(shape)) * np.dtype(self.dtype).itemsize
+        return held | {"kernel_in_ram": int(np.prod(shape)) * np.dtype(self.dtype).itemsize}
+
+    def memory_parts(self, plan: GramPlan) -> dict[str, int]:
+        """Bytes on one machine by name: what is held in RAM, and what all workers take for the largest group."""
+        engine = self._engine()
+        copies = (engine.slab_copies, engine.tile_copies)
+        of_worker = worker_parts(plan, _product_itemsize(engine, plan.steps), copies)
+        running = min(self.share, len(plan.items))
+        return {**self._memory_held(), **{name: size * running for name, size in of_worker.items()}}
 
     def create(self, overwrite: bool, listener: Listener) -> Kernel:
         """The kernel to work on: a new one, or the one that was begun with the same request."""
@@ -324,13 +337,20 @@ class _Job:
             if files.size(zarr_group.ROOT) is None:
                 self._create(files)
             kernel = self._opened(files)
-        allowed = self.memory * self.part[1]
-        if kernel.plan.memory_bytes > max(allowed, 1) and not kernel.complete:
-            raise InvalidRequestError(
-                f"--memory {self.memory:,}: {self.out} was begun with a plan that takes "
-                f"{kernel.plan.memory_bytes:,} bytes; give at least that (memory=) or start over with --overwrite"
-            )
+        self._refuse_larger_plan(kernel)
         return kernel
+
+    def _refuse_larger_plan(self, kernel: Kernel) -> None:
+        """Refuse to continue a plan that was made for more memory, or for fewer workers on this machine."""
+        if kernel.complete:
+            return
+        parts = self.memory_parts(kernel.plan)
+        if Budget(self.memory).beside(**parts) < 0:
+            fewer = ", fewer --workers (workers=)" if self.share > 1 else ""
+            raise InvalidRequestError(
+                f"--memory {self.memory:,}: {self.out} was begun with a plan that takes {sum(parts.values()):,} bytes "
+                f"here; give at least that (memory=){fewer} or start over with --overwrite"
+            )
 
     def _opened(self, files: Files) -> Kernel:
         """The kernel that was begun, if it is the one that is asked for; tiles that nobody asks for are its own."""
@@ -383,7 +403,7 @@ class _Job:
 
     def _numerics(self) -> dict[str, Any]:
         """What decides the digits of the kernel, and errors of its entries relative to sqrt(G_ii G_jj)."""
-        engine = make_engine(self.engine_name, self.precision, common_dtype(self.rows, self.cols), self.device_memory)
+        engine = self._engine()
         stores = [s for s in (self.rows, self.cols) if s is not None]
         errors = [
             entry_error(
@@ -504,6 +524,8 @@ class _Job:
         """The plan as numbers, with expected seconds from a timed product and a timed read."""
         files = None if overwrite else zarr_group.begun(self.out, self.memory, KNOWN)
         begun = None if files is None else self._opened(files)
+        if begun is not None:
+            self._refuse_larger_plan(begun)
         plan = self.plan() if begun is None else begun.plan
         speed, read_speed = self._measured_speeds(plan)
         leaves = [leaf.path for leaf in self.rows.leaves] if self.by_leaf else []
@@ -527,6 +549,8 @@ class _Job:
             "bytes_free": machine.free_disk(self.out) if self.out != "memory://" else self.memory,
             "flops": plan.flops,
             "memory": plan.memory_bytes,
+            # Nothing is computed any more for a kernel that is complete.
+            "memory_parts": {} if begun is not None and begun.complete else self.memory_parts(plan),
             "items_total": len(plan.items),
             "begun": begun is not None,
             "tiles_done": 0 if begun is None else tiles_done(begun),
@@ -541,7 +565,7 @@ class _Job:
 
     def _measured_speeds(self, plan: GramPlan) -> tuple[float, float]:
         """flop/s of one tile's product and bytes/s of one read, each timed twice and the second taken."""
-        engine = make_engine(self.engine_name, self.precision, common_dtype(self.rows, self.cols), self.device_memory)
+        engine = self._engine()
         examples = min(plan.tile, plan.rows.n_examples, max(1, 2048 // plan.n_outputs))
         width = min(plan.slab_columns, plan.n_columns) or 1024
         array = "rows" if plan.n_columns else operand_array(self.rows.operands[0].name)
@@ -564,6 +588,11 @@ class _Job:
             seconds = time.perf_counter() - started
         depth = width * plan.mode.products_per_entry(plan.n_outputs)
         return 2 * int(np.prod(shape)) * depth / seconds, read
+
+
+def _product_itemsize(engine: Engine, steps: Sequence[Step]) -> int:
+    """Bytes of a number that is multiplied: 16-bit slabs may stand beside factors that are held in more digits."""
+    return int(max(engine.slab_dtype.itemsize, engine.factor_dtype.itemsize if steps else 0))
 
 
 def require_plan_of(kernel: Kernel, rows: JacobianStore, cols: JacobianStore | None) -> None:

@@ -1,5 +1,6 @@
-"""In: a problem and a loss. Out: J, the Hessian and the generalised Gauss-Newton matrix (GGN) as linear operators
-without a store: JVP, VJP, HVP and GVP by automatic differentiation, a batch of examples and some columns at a time.
+"""J, the Hessian and the generalised Gauss-Newton matrix (GGN) of a problem as linear operators without a store.
+
+JVP, VJP, HVP and GVP by automatic differentiation, a batch of examples and some columns at a time.
 
 The loss is a sum over examples, `L(params) = sum_i loss(f(params, x_i), target_i)`; its GGN is `sum_i J_iᵀ H_i J_i`
 with `H_i` the Hessian of `loss` in the outputs. One product with any number of columns reads the inputs once.
@@ -19,7 +20,8 @@ import numpy as np
 from scipy.sparse.linalg import LinearOperator
 
 from jacstore.base import machine
-from jacstore.base.devices import device_budget
+from jacstore.base.budget import AUTODIFF, Budget
+from jacstore.base.devices import device_memory, where_from
 from jacstore.base.machine import format_size
 from jacstore.errors import InvalidRequestError
 from jacstore.operators.parameter_columns import ParameterColumns
@@ -163,7 +165,7 @@ class _Programs:
         if dtype not in ("float32", "float64"):
             raise InvalidRequestError(f"dtype {dtype!r}: allowed are float32 and float64 (dtype=)")
         self.float64 = dtype == "float64"
-        self.memory = machine.default_memory(memory)
+        self.budget = Budget(machine.default_memory(memory)).split(**AUTODIFF)
         self.batch_size = parse_count(batch_size, "--batch-size")
         self.prepared = prepare(problem, float64=self.float64)
         ends = list(itertools.accumulate(int(np.prod(leaf.shape)) for leaf in self.prepared.leaves))
@@ -213,7 +215,7 @@ class _Programs:
             return np.zeros((self.prepared.n_examples * k, 0))
         program = self._program("jvp", m)
         out = np.empty((self.prepared.n_examples, k, m))
-        self._require_memory(out.nbytes + x.size * 8, m)
+        self._require_memory(out.nbytes + x.size * 8, m, program.batch)
         spans = _blocks(m, program.columns)
         blocks = self._tangents(x, spans, program.columns)
         for (a, b), batch in self._batches(program.batch):
@@ -229,7 +231,7 @@ class _Programs:
         if not m:
             return np.zeros((width, 0))
         program = self._program(kind, m)
-        self._require_memory(width * m * 16, m)
+        self._require_memory(width * m * 16, m, program.batch)
         total = np.zeros((m, width))
         cotangents = x.reshape(-1, k, m) if kind == "vjp" else None
         spans = _blocks(m, program.columns)
@@ -244,13 +246,16 @@ class _Programs:
                     total[at, where] += np.asarray(part).reshape(program.columns, -1)[: at.stop - at.start]
         return total.T
 
-    def _require_memory(self, needed: int, n_columns: int) -> None:
-        """Refuse columns and a result that leave nothing of the budget for the program."""
-        allowed = self.memory - device_budget(None, self.memory)
+    def _require_memory(self, needed: int, n_columns: int, batch: int) -> None:
+        """Refuse columns and a result that, beside the inputs, are larger than their part of the memory."""
+        each, chunks = self.prepared.input_bytes
+        # A batch is read and padded while the program holds another.
+        allowed = max(0, self.budget["columns"] - chunks - 2 * each * batch)
         if needed > allowed:
             raise InvalidRequestError(
-                f"--memory {self.memory:,}: {n_columns} column(s) and their product take {format_size(needed)}, "
-                f"{format_size(allowed)} of it may be used for them; give more (memory=) or fewer columns at once"
+                f"--memory {self.budget.total:,}: {n_columns} column(s) and their product take {format_size(needed)}, "
+                f"its part columns has {format_size(allowed)} beside inputs; give more (memory=) or fewer columns at "
+                "once"
             )
 
     @property
@@ -336,20 +341,21 @@ class _Programs:
         wanted = min(n_columns, LARGEST_BLOCK)
         if (kind, wanted) in self._compiled:
             return self._compiled[kind, wanted]
-        budget = device_budget(None, self.memory)
+        allowed = device_memory(None, self.budget)
         columns, batch = wanted, min(self.batch_size or LARGEST_BATCH, self.prepared.n_examples)
         while True:
             compiled, needed = self._compile(kind, batch, columns)
-            if needed <= budget:
+            if needed <= allowed:
                 break
             if batch > columns and self.batch_size is None and batch > 1:
-                batch = max(1, min(batch // 2, batch * budget // needed))
+                batch = max(1, min(batch // 2, batch * allowed // needed))
             elif columns > 1:
                 columns //= 2
             else:
+                source, _ = where_from(None, AUTODIFF["device_pass"])
                 raise InvalidRequestError(
-                    f"a product with {batch} example(s) takes {format_size(needed)}, {format_size(budget)} are given "
-                    "for a program; give a smaller batch_size= or more memory= (on a CPU this is a quarter of it)"
+                    f"a product with {batch} example(s) takes {format_size(needed)}, {source} has "
+                    f"{format_size(allowed)}; give a smaller batch_size= or more memory="
                 )
         self._compiled[kind, wanted] = _Compiled(run=compiled, batch=batch, columns=columns)
         return self._compiled[kind, wanted]

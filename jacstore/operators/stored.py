@@ -15,6 +15,7 @@ import numpy as np
 from scipy.sparse.linalg import LinearOperator
 
 from jacstore.base import machine
+from jacstore.base.budget import OPERATOR, Budget
 from jacstore.base.limits import IO_THREADS
 from jacstore.base.machine import format_size
 from jacstore.errors import InvalidRequestError, RequestMismatchError
@@ -28,6 +29,8 @@ from jacstore.store.reader import JacobianStore
 
 # What is read at once, if memory allows: enough for BLAS, little enough to begin soon.
 READ_BYTES = 64_000_000
+# Slabs in memory while one is multiplied and the next read; arrays of intermediate products of factors.
+SLABS_ALIVE, PRODUCTS_ALIVE = 2, 2
 
 
 def operator(
@@ -96,12 +99,15 @@ class JacobianOperator(LinearOperator, ParameterColumns):
             shown = ", ".join(repr(leaf.path) for leaf in store.leaves[:5]) + (", …" if len(store.leaves) > 5 else "")
             raise InvalidRequestError(f"leaves {leaves!r} selects no parameter; there are {shown}; change leaves=")
         super().__init__(np.dtype(np.float64), (len(self.examples) * store.n_outputs, n_parameters))
-        self.panels = tuple(panels(store, self._leaves, self._slab_columns(), self.memory // 64 // 8))
+        # A budget of what sizes are chosen by; what a product takes is counted in bytes, see `room`.
+        self._shares = Budget(self.memory).split(**OPERATOR)
+        numbers = self._shares["scratch"] // PRODUCTS_ALIVE // np.dtype(np.float64).itemsize
+        self.panels = tuple(panels(store, self._leaves, self._slab_columns(), numbers))
 
     def _slab_columns(self) -> int:
         """Columns of stored rows that are read at once for a unit."""
         row_bytes = self.store.unit_size * self.store.n_outputs * self.products.itemsize
-        return max(1, min(READ_BYTES, self.memory // 8) // row_bytes)
+        return max(1, min(READ_BYTES, self._shares["slabs"] // SLABS_ALIVE) // row_bytes)
 
     # ------------------------------------------------------------------------------------------------ products
 
@@ -185,7 +191,9 @@ class JacobianOperator(LinearOperator, ParameterColumns):
         """Bytes of the budget for what is read, beside a product's result and what it works with."""
         # A reading thread holds a piece, and its encoded body where that is another.
         pieces = max((1 + (part.codec != "none")) * part.piece_bytes for part in self.store.layouts.values())
-        return self.memory - self.store.files.bytes_held - fixed - IO_THREADS * pieces
+        return Budget(self.memory).beside(
+            store_in_ram=self.store.files.bytes_held, columns=fixed, reading=IO_THREADS * pieces
+        )
 
     def _jobs(self, chosen: tuple[Panel, ...], fixed: int, m: int) -> list[Job] | None:
         """Whole units, several at once while they are small; None if a unit does not fit."""

@@ -1,12 +1,12 @@
-"""In: a problem and where its store lives. Out: the store, complete for its part; what exists already is kept.
+"""Builds a store from a problem, complete for its part; what exists already is kept.
 
 Five things overlap: reading inputs (a thread), the device pass (asynchronous), copying to the host (here), encoding and
 writing (threads of the writer). At most two units are alive: the one being filled and the one being written.
+`overlap` says how much of this the memory allows.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 import warnings
@@ -21,7 +21,8 @@ import jax
 import numpy as np
 
 from jacstore.base import machine
-from jacstore.base.devices import device, device_budget
+from jacstore.base.budget import BUILD, WITHOUT_STORE, Budget
+from jacstore.base.devices import device, device_memory, on_accelerator
 from jacstore.base.events import BatchDone, Listener, Started, silent
 from jacstore.base.machine import format_size, parse_size
 from jacstore.base.precision import NORM_RUN, compute_dtype
@@ -29,12 +30,13 @@ from jacstore.errors import InvalidRequestError, RunInterruptedError, SelectedSt
 from jacstore.problem.parameters import state_among
 from jacstore.problem.problem import Prepared, Problem, prepare
 from jacstore.rows.device_pass import BatchRows, DevicePass
-from jacstore.rows.row_check import RowCheck
+from jacstore.rows.overlap import LANDED, Needs, Overlap, plan_overlap
+from jacstore.rows.row_check import RowCheck, leaves_checked
 from jacstore.rows.trace.cut import Cut, cut_before_products, cut_with_rows
 from jacstore.rows.unit import SpareBlocks, Unit, refuse_other_inputs
 from jacstore.storage import zarr_group
 from jacstore.storage.chunks import CODECS
-from jacstore.storage.files import Folder
+from jacstore.storage.files import Folder, Memory
 from jacstore.store.codec_choice import fastest_codec, measured_disk_speed
 from jacstore.store.layout import StorePlan, plan_store
 from jacstore.store.metadata import DTYPES
@@ -43,11 +45,8 @@ from jacstore.store.unit_buffers import storage_dtype
 from jacstore.store.writer import ARRAYS, StoreWriter, factor_bytes, refuse_small_disk, request_of, require_same
 
 LAYOUTS = ("auto", "dense", "factored")
-READ_AHEAD = 2
 # Seconds of a device pass that is not timed twice.
 LONG_RUN = 0.2
-# Device passes begun before the first of them is waited for: more than one keeps a second core busy.
-IN_FLIGHT = 4
 # What a disk is taken to write when nothing may be written to measure it, in bytes per second.
 DISK_SPEED = 5e8
 
@@ -310,15 +309,17 @@ class _Job:
     def compile(self, unit_size: int) -> DevicePass:
         """Compile the device pass once; refuse units that do not fit."""
         if self.device_pass is None:
-            budget = device_budget(self.options.device_memory, self.memory)
+            budget = Budget(self.memory).split(**BUILD)
             self.device_pass = DevicePass(
                 self.prepared,
                 self.cut,
                 stored_dtype=self.options.dtype,
-                budget=budget,
+                budget=device_memory(self.options.device_memory, budget),
                 unit_size=unit_size,
                 batch_size=self.options.batch_size,
                 output_batch=self.options.output_batch,
+                landing=budget["device_pass"] // LANDED,
+                device_memory=self.options.device_memory,
             )
             self.seconds_compile = self.device_pass.seconds_compile
         return self.device_pass
@@ -337,14 +338,19 @@ class _Job:
         if not missing:
             return times
         check = RowCheck(self.prepared, self.leaves, self.options.dtype, self.memory)
-        free = self.memory - writer.files.bytes_held - check.bytes_needed
-        if first and self.device_pass:
-            free -= self.device_pass.bytes_needed
+        first_pass = self.device_pass.bytes_needed if first and self.device_pass else 0
+        free = Budget(self.memory).beside(
+            store_in_ram=writer.files.bytes_held, row_check=check.bytes_needed, device_pass=first_pass
+        )
         # Memory of the first units is touched while the program compiles, or while the first passes run.
-        spare = SpareBlocks(writer, min(2, len(missing), free // self._unit_bytes(writer)))
+        spare = SpareBlocks(writer, min(2, len(missing), max(0, free // self._unit_bytes(writer))))
         passes = self.compile(writer.store.unit_size)
-        ahead, depth, reads = self._in_memory(writer, passes, check.bytes_needed)
-        spare.keep(ahead + 1)
+        held = writer.files.bytes_held
+        store = held + writer.bytes_expected if isinstance(writer.files, Memory) and writer.files.in_memory else 0
+        overlap = self._overlap(self._unit_bytes(writer), writer.store.unit_size, held, store)
+        if isinstance(writer.files, Memory):
+            writer.files.limit = overlap.store_limit
+        spare.keep(overlap.waiting + 1)
         batches = [
             (start, last, a, min(a + passes.batch_size, last))
             for start, last in missing
@@ -354,8 +360,8 @@ class _Job:
         writing: list[Future[float]] = []
         stopped = False
         try:
-            inputs = _ahead(inputs_pool, lambda batch: self.prepared.read(batch[2], batch[3]), batches, reads)
-            ordered = _rows_in_order(passes, inputs, depth, first)
+            inputs = _ahead(inputs_pool, lambda batch: self.prepared.read(batch[2], batch[3]), batches, overlap.reads)
+            ordered = _rows_in_order(passes, inputs, overlap.depth, first)
             del first
             unit: Unit | None = None
             began = begun = time.perf_counter()
@@ -379,7 +385,7 @@ class _Job:
                 times["seconds_device"] += time.perf_counter() - began
                 if completes:
                     writing.append(units_pool.submit(unit.write))
-                    if not ahead:
+                    if not overlap.waiting:
                         times["seconds_write"] += writing.pop().result()
                     unit = None
                     seconds, begun = time.perf_counter() - begun, time.perf_counter()
@@ -399,29 +405,32 @@ class _Job:
     def _unit_bytes(writer: StoreWriter) -> int:
         return writer.store.bytes_decoded // writer.store.n_examples * writer.store.unit_size
 
-    def _in_memory(self, writer: StoreWriter, passes: DevicePass, checking: int) -> tuple[int, int, int]:
-        """How many units may wait for the disk, device passes be begun, and batches of inputs be read ahead."""
-        store, unit = writer.store, self._unit_bytes(writer)
-        free = self.memory - store.files.bytes_held - checking
-        on_cpu = device().platform == "cpu"
-        needed = max(1, passes.bytes_needed)
-        each, beside = self.prepared.input_bytes
-        batch = each * passes.batch_size
-        for units, reads in itertools.product((2, 1), range(READ_AHEAD, -1, -1)):
-            # One batch is computed, one read, `reads` wait.
-            room = free - units * unit - beside - (reads + 2) * batch
-            # On an accelerator passes take its memory, not the host's.
-            depth = min(
-                IN_FLIGHT, (room if on_cpu else device_budget(self.options.device_memory, self.memory)) // needed
-            )
-            if room >= 0 and depth >= units:
-                return units - 1, depth, reads
-        raise InvalidRequestError(
-            f"--memory {self.memory:,}: one unit of {store.unit_size} example(s) takes {format_size(unit)}, a device "
-            f"pass {format_size(passes.bytes_needed)} and reading its inputs, whole chunks of them, "
-            f"{format_size(beside + 2 * batch)}; give more memory (memory=){_smaller(passes.batch_size, store)}, or "
-            "inputs= in smaller chunks"
+    def _overlap(self, unit: int, unit_size: int, held: int = 0, store: int = 0) -> Overlap:
+        """What goes on at the same time, for units of `unit` bytes; refused where not even one of each thing fits."""
+        passes = self.compile(unit_size)
+        each, chunks = self.prepared.input_bytes
+        needs = Needs(
+            unit=unit,
+            one_pass=passes.bytes_needed,
+            landed=passes.landed_bytes,
+            batch=each * passes.batch_size,
+            chunks=chunks,
+            checking=leaves_checked(self.leaves, self.memory)[1],
+            held=held,
+            store=store,
         )
+        accelerator = None
+        if on_accelerator():
+            accelerator = device_memory(self.options.device_memory, Budget(self.memory))
+        found = plan_overlap(self.memory, needs, accelerator)
+        if found is None:
+            raise InvalidRequestError(
+                f"--memory {self.memory:,}: one unit of {unit_size} example(s) takes {format_size(unit)} "
+                f"(unit_buffers), a device pass {format_size(passes.bytes_needed)} (device_pass) and reading its "
+                f"inputs, whole chunks of them, {format_size(chunks + 2 * needs.batch)} (inputs); give more memory "
+                f"(memory=){_smaller(passes.batch_size, unit_size)}, or inputs= in smaller chunks"
+            )
+        return found
 
     def seconds_per_example(self) -> float:
         """Median of three timed batches, compile time apart."""
@@ -453,12 +462,15 @@ class _Job:
         if found is not None:
             self.options.unit_size, self.options.codec = found.unit_size, found.resolved["codec"]
         plan, codec = self.propose(DISK_SPEED)
+        in_ram = self.out == "memory://"
+        # A run that would be refused for want of memory is refused here as well.
+        overlap = self._overlap(plan.unit_bytes, plan.unit_size, 0, plan.bytes_stored if in_ram else 0)
         each = self.seconds_per_example()
         n, row_bytes = plan.n_examples, plan.bytes_stored
         seconds_device = n * each
         seconds_write = row_bytes / DISK_SPEED
         # Without a store, blocks of rows that fill half the memory are each multiplied with all earlier blocks.
-        blocks = max(1, math.ceil(row_bytes / (self.memory / 2)))
+        blocks = max(1, math.ceil(row_bytes / max(1, Budget(self.memory).split(**WITHOUT_STORE)["rows"])))
         recomputed = (blocks + 1) / 2
         seconds_stored = max(seconds_device, seconds_write) + row_bytes / (2 * DISK_SPEED)
         seconds_recomputed = recomputed * seconds_device
@@ -470,7 +482,7 @@ class _Job:
             "terms": leaf_table(self.leaves, self.operands, plan.n_outputs),
             "leaves": len(self.leaves),
             "bytes_to_store": row_bytes,
-            "bytes_free": machine.free_disk(self.out) if self.out != "memory://" else self.memory,
+            "bytes_free": self.memory if in_ram else machine.free_disk(self.out),
             "bytes_dense": n * plan.n_outputs * sum(leaf.size for leaf in self.leaves) * 4,
             "begun": found is not None,
             "units_done": 0 if found is None else len(found.ledger.done("unit")),
@@ -483,6 +495,7 @@ class _Job:
             "files": plan.n_files,
             "codec": codec,
             "memory": self.memory,
+            "memory_parts": dict(overlap.parts.parts),
             "device_pass_bytes": self.device_pass.bytes_needed if self.device_pass else 0,
             "expected_seconds_compile": self.seconds_compile,
             "expected_seconds_device": seconds_device,
@@ -530,10 +543,10 @@ def _landed(passes: DevicePass, batch: Any, examples: Any, first: int, values: A
     return batch, examples, rows
 
 
-def _smaller(batch_size: int, store: JacobianStore) -> str:
+def _smaller(batch_size: int, unit_size: int) -> str:
     """What may be made smaller of a build that does not fit; nothing smaller than one."""
     batch, unit = ", a smaller --batch-size (batch_size=)", ", a smaller --unit-size (unit_size=)"
-    return batch * (batch_size > 1) + unit * (store.unit_size > 1)
+    return batch * (batch_size > 1) + unit * (unit_size > 1)
 
 
 def _ahead(

@@ -1,5 +1,4 @@
-"""In: a prepared problem and its cut. Out: the compiled device pass, which turns a batch of examples into rows,
-factors, norms and outputs.
+"""The compiled device pass, which turns a batch of examples into rows, factors, norms and outputs.
 
 One example's backward pass is run for unit cotangents, K of them by `vmap`, in slices when K rows of a batch are too
 large. Examples are a second `vmap`, so nothing couples them, and weights stay unbatched.
@@ -18,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jacstore.base.devices import device
+from jacstore.base.budget import BUILD
+from jacstore.base.devices import device, on_accelerator, where_from
 from jacstore.base.machine import format_size
 from jacstore.base.precision import NORM_RUN
 from jacstore.errors import InvalidRequestError
@@ -33,6 +33,8 @@ LARGEST_BATCH = 512
 # twice the time of computing them (2.4M parameters: 0.4 GB/s at 64 examples per batch, 1.2 GB/s at 1).
 BATCH_BYTES = {"cpu": 24_000_000}
 BATCH_BYTES_ELSEWHERE = 512_000_000
+# What a compiled program is first taken to hold, in rows of its batch; the batch shrinks where it holds more.
+COPIES_OF_ROWS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +56,23 @@ class BatchRows:
 class DevicePass:
     """A compiled pass with a static batch shape.
 
+    Parameters
+    ----------
+    budget
+        Bytes that the program may take, on the device that it runs on.
+    landing
+        Bytes that rows of a batch may take on the host of an accelerator.
+    device_memory
+        Whether `budget` was given by `--device-memory`: what an error tells to change.
+
     Attributes
     ----------
     batch_size, output_batch
         Examples per batch, outputs per slice.
     bytes_needed
         Argument, temporary and output bytes of the compiled program.
+    landed_bytes
+        Of these what comes to the host of an accelerator; 0 on a CPU, where it is there already.
     seconds_compile
         Tracing and compiling, apart from everything else.
     """
@@ -74,7 +87,10 @@ class DevicePass:
         unit_size: int,
         batch_size: int | None = None,
         output_batch: int | None = None,
+        landing: int | None = None,
+        device_memory: int | None = None,
     ) -> None:
+        self._landing = landing if on_accelerator() else None
         self.prepared, self.cut = prepared, cut
         self.stored_dtype = jnp.dtype(stored_dtype)
         self.float64 = stored_dtype == "float64"
@@ -86,13 +102,15 @@ class DevicePass:
             if batch_size is not None or self.batch_size == 1:
                 smaller = ["--batch-size (batch_size=)"] * (self.batch_size > 1)
                 smaller += ["--output-batch (output_batch=)"] * (self.output_batch > 1)
+                source, more = where_from(device_memory, BUILD["device_pass"])
+                if more.startswith("--memory"):
+                    more += " or --device-memory (device_memory=)"
                 raise InvalidRequestError(
-                    f"a batch of {self.batch_size} example(s) and {self.output_batch} output(s) needs "
-                    f"{format_size(self.bytes_needed)}, {format_size(budget)} are given for a device pass; give "
-                    f"{'a smaller ' + ' or '.join(smaller) + ', or ' if smaller else ''}more --memory (memory=, on a "
-                    "CPU a quarter of it is used for this) or --device-memory (device_memory=)"
+                    f"a device pass over {self.batch_size} example(s) and {self.output_batch} output(s) needs "
+                    f"{format_size(self.bytes_needed)}, {source} has {format_size(budget)}; give "
+                    f"{'a smaller ' + ' or '.join(smaller) + ', or ' if smaller else ''}more {more}"
                 )
-            self.batch_size = max(1, min(self.batch_size // 2, self.batch_size * budget // self.bytes_needed))
+            self.batch_size = self._smaller_batch(budget)
             self._compile()
         self.seconds_compile = time.perf_counter() - started
 
@@ -103,12 +121,16 @@ class DevicePass:
         numbers = rows + sum(operand.numbers(1) for operand in self.cut.operands)
         return max(1, numbers) * (8 if self.float64 else 4) * 2
 
-    def _slice_that_fits(self, budget: int) -> int:
-        return max(1, budget // (2 * self._row_bytes))
+    def _slice_that_fits(self, allowed: int) -> int:
+        return max(1, allowed // (2 * self._row_bytes))
 
-    def _batch_that_fits(self, budget: int) -> int:
+    def _smaller_batch(self, allowed: int) -> int:
+        return max(1, min(self.batch_size // 2, self.batch_size * allowed // self.bytes_needed))
+
+    def _batch_that_fits(self, allowed: int) -> int:
         rows = self.output_batch * self._row_bytes // 2
-        fits = min(budget // 4, BATCH_BYTES.get(device().platform, BATCH_BYTES_ELSEWHERE)) // rows
+        most = min(allowed // COPIES_OF_ROWS, BATCH_BYTES.get(device().platform, BATCH_BYTES_ELSEWHERE))
+        fits = (most if self._landing is None else min(most, self._landing)) // rows
         return max(1, min(fits, LARGEST_BATCH, self.prepared.n_examples))
 
     def _compile(self) -> None:
@@ -124,7 +146,9 @@ class DevicePass:
                 # cotangents anew for each of them, which took most of the time to compile it.
                 factors = lowered.out_info[2]
                 self._finish = jax.jit(self._finished).lower(factors).compile() if factors else None
-        self.bytes_needed = _bytes_of(self._program) + (_bytes_of(self._finish, given=False) if self._finish else 0)
+        programs = [(self._program, True)] + ([(self._finish, False)] if self._finish else [])
+        self.bytes_needed = sum(_bytes_of(program, given) for program, given in programs)
+        self.landed_bytes = sum(_output_bytes(program) for program, _ in programs) if on_accelerator() else 0
 
     def _batch(self, selected: list[Any], rest: list[Any], examples: Any, first: Any) -> tuple[Any, Any, Any, Any]:
         """Outputs, rows in the stored type, factors as they are computed, partial norms of the rows."""
@@ -213,12 +237,17 @@ def _norms(leaf: Leaf, operands: dict[str, Any]) -> Any:
     return squared_norms(leaf, operands, jnp)
 
 
-def _bytes_of(program: Any, given: bool = True) -> int:
+def _bytes_of(program: Any, given: bool) -> int:
     """Bytes of temporaries, outputs and, if `given`, arguments of a compiled program."""
     analysis = program.memory_analysis()
     if analysis is None:
         return 0
     return int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes + given * analysis.argument_size_in_bytes)
+
+
+def _output_bytes(program: Any) -> int:
+    analysis = program.memory_analysis()
+    return 0 if analysis is None else int(analysis.output_size_in_bytes)
 
 
 def _as_bits(values: np.ndarray) -> np.ndarray:

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jacstore.base.budget import BUILD, Budget
 from jacstore.base.precision import ROUNDOFF, compute_dtype
 from jacstore.errors import InvalidFunctionError
 from jacstore.problem.problem import Prepared, precision_context
@@ -26,13 +27,24 @@ from jacstore.terms.kinds import Leaf, expand
 
 # Share of a unit's time that checking it may take; one example is always checked.
 SHARE = 0.02
-# Share of the memory that a gradient may take; leaves that do not fit are left out, the largest first.
-GRADIENT_SHARE = 16
 # Wrong terms are off by about the size of the row. Rounding, and a ReLU that falls to the other side of zero, are not.
 LOOSE = {"float32": 1e-2, "float64": 1e-6}
 ROUNDINGS = 64
 # Gradients with numbers moved by a rounding, and how often as far as the largest move a stored row may be away.
 SHAKES, SHAKEN = 4, 8
+
+
+def leaves_checked(leaves: Sequence[Leaf], memory: int) -> tuple[list[int], int]:
+    """Leaves whose gradients fit in the memory's part `row_check`, the smallest first, and the bytes that they take."""
+    checked, taken = [], 0
+    allowed = Budget(memory).split(**BUILD)["row_check"]
+    for n in sorted(range(len(leaves)), key=lambda n: leaves[n].size):
+        # The gradient as it is computed, in float64, and what is compared with it.
+        needed = 3 * 8 * leaves[n].size
+        if taken + needed <= allowed:
+            taken += needed
+            checked.append(n)
+    return checked, taken
 
 
 class RowCheck:
@@ -62,13 +74,7 @@ class RowCheck:
         tight = prepared.lowest == dtype == "float64"
         self._rounding = max(ROUNDOFF[prepared.lowest], ROUNDOFF[compute_dtype(dtype)])
         self._tolerance = max(LOOSE["float64" if tight else "float32"], ROUNDINGS * lowest)
-        self.bytes_needed, self._checked = 0, list[int]()
-        for n in sorted(range(len(leaves)), key=lambda n: leaves[n].size):
-            # The gradient as it is computed, in float64, and what is compared with it.
-            needed = 3 * 8 * leaves[n].size
-            if self.bytes_needed + needed <= memory // GRADIENT_SHARE:
-                self.bytes_needed += needed
-                self._checked.append(n)
+        self._checked, self.bytes_needed = leaves_checked(leaves, memory)
         self._two_at_once = prepared.two_at_once
         self._draw = np.random.default_rng()
         self._seconds: float | None = None

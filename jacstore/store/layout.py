@@ -1,9 +1,10 @@
-"""In: numbers of examples and columns, and a memory. Out: how a store is cut into units, pieces and files."""
+"""How a store is cut into units, pieces and files, from its numbers of examples and columns and the memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jacstore.base.budget import BUILD, GRAM_SLAB, Budget
 from jacstore.base.limits import IO_THREADS, MAX_FILES
 from jacstore.errors import InvalidRequestError
 
@@ -12,6 +13,8 @@ FILE_BYTES = 64_000_000
 PIECE_BYTES = 1_000_000
 PIECE_COLUMNS = (64, 2048)
 UNIT_BYTES = 1_000_000_000
+# Units in memory while one is written and the next computed.
+UNITS_ALIVE = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,16 +103,17 @@ def plan_store(
 ) -> StorePlan:
     """Choose unit, piece and file sizes.
 
-    A unit takes an eighth of the memory: two are alive while one is written and the next computed. A piece spans all
-    rows of its unit and few enough columns that a slab of all N*K rows, one piece wide, is small.
+    Two units take the memory's part `unit_buffers`: one is written while the next is computed. A piece spans all rows
+    of its unit and few enough columns that a slab of all N*K rows, one piece wide, is small.
     """
     example_bytes = n_outputs * n_columns * itemsize
+    budget = Budget(memory).split(**BUILD)
     if unit_size is None:
-        largest = max(1, min(memory // 8, UNIT_BYTES) // (example_bytes + factor_bytes))
+        largest = max(1, min(budget["unit_buffers"] // UNITS_ALIVE, UNIT_BYTES) // (example_bytes + factor_bytes))
         unit_size = even(n_examples, min(largest, max(1, -(-n_examples // 8))))
     unit_size = min(unit_size, n_examples)
     n_columns_or_one = max(1, n_columns)
-    by_slab = memory // (8 * n_examples * n_outputs * itemsize)
+    by_slab = Budget(memory).split(**GRAM_SLAB)["slab"] // (n_examples * n_outputs * itemsize)
     by_piece = PIECE_BYTES // (unit_size * n_outputs * itemsize)
     columns = min(max(min(by_slab, by_piece), PIECE_COLUMNS[0]), PIECE_COLUMNS[1], n_columns_or_one)
     columns = even(n_columns_or_one, columns)

@@ -1,4 +1,4 @@
-"""In: a store. Out: squared norms of its rows from the stored numbers, and how far they may be from the exact ones.
+"""Squared norms of rows from the stored numbers, and how far they may be from the exact ones.
 
 The exact ones were taken on the device before rows were rounded. A kernel's diagonal is compared with them when it is
 assembled, and again by `verify`.
@@ -11,14 +11,13 @@ from collections.abc import Callable
 
 import numpy as np
 
+from jacstore.base.budget import NORMS, Budget
 from jacstore.base.precision import LOST, ROUNDOFF, compute_dtype, norm_bound
 from jacstore.store.reader import JacobianStore
 from jacstore.terms.kinds import Leaf, expand
 from jacstore.terms.rounding import lost_to_underflow, squared_magnitudes
 from jacstore.terms.row_products import squared_norms
 
-# Shares of the memory that decoded rows, and products of pairs of positions, may take.
-ROWS_SHARE, PAIRS_SHARE = 8, 16
 # Columns of a single row that are read at once.
 AT_ONCE = 100_000
 
@@ -42,10 +41,11 @@ def leaf_row(store: JacobianStore, leaf: Leaf, n: int, k: int) -> np.ndarray:
 
 
 def stored_norms(store: JacobianStore, leaf: Leaf, start: int, stop: int, memory: int) -> np.ndarray:
-    """Squared norms `(n, K)` of one leaf's rows in float64, from the stored numbers."""
+    """Squared norms `(n, K)` of one leaf's rows in float64, from the stored numbers, within `memory`."""
+    budget = Budget(memory).split(**NORMS)
     total = np.zeros((stop - start, store.n_outputs))
     if leaf.dense:
-        width = max(1, memory // ROWS_SHARE // (8 * total.size))
+        width = max(1, budget["rows"] // (8 * total.size))
         first, last = leaf.dense.start, leaf.dense.start + leaf.size
         for a in range(first, last, width):
             rows = np.empty((*total.shape, min(a + width, last) - a))
@@ -55,7 +55,7 @@ def stored_norms(store: JacobianStore, leaf: Leaf, start: int, stop: int, memory
     if not leaf.size:
         return total
     operands = {name: store.read_operand(name, start, stop, np.float64) for name in leaf.operands}
-    step = max(1, memory // PAIRS_SHARE // _pair_bytes(store, leaf))
+    step = max(1, budget["pairs"] // _pair_bytes(store, leaf))
     for a in range(0, stop - start, step):
         total[a : a + step] = squared_norms(leaf, {k: v[a : a + step] for k, v in operands.items()}).sum(-1)
     return total

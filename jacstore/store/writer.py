@@ -1,4 +1,4 @@
-"""In: rows of examples, a unit at a time, whoever computed them. Out: units on disk or in RAM, marked when durable.
+"""Writes rows of examples, whoever computed them, a unit at a time, to disk or RAM, and marks what is durable.
 
 Protocol of a unit: sweep what a dead attempt left; write and flush its files; flush the folders; then one record with
 the size and checksum of everything, put in place by rename. Only the record makes the unit exist.
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from jacstore.base import machine
+from jacstore.base.budget import Budget
 from jacstore.base.events import Listener, UnitDone, silent
 from jacstore.base.limits import IO_THREADS
 from jacstore.base.machine import format_size
@@ -121,8 +122,9 @@ class StoreWriter:
                 )
                 refuse_small_disk(self.where, plan)
                 if isinstance(self.files, Memory):
-                    # The rest of the budget is for units on their way and for the device pass.
-                    self.files.limit = max(budget // 8, budget - 3 * plan.unit_bytes)
+                    # Beside it stand two units on their way and the copies of the files of one. Whoever holds more,
+                    # such as a device pass, lowers the limit.
+                    self.files.limit = max(0, Budget(budget).beside(unit_buffers=3 * plan.unit_bytes))
                 self._create(plan, codec, outputs_dtype, wanted, left_out, numerics or {})
             self.store = JacobianStore(self.files, self.where)
             require_same(self.store, wanted, self.leaves, unit_size)
@@ -132,7 +134,7 @@ class StoreWriter:
         self._pool: ThreadPoolExecutor | None = None
         self._done = set(self.store.ledger.done("unit"))
         # What the page cache cannot hold until it is read is not worth copying there.
-        self._cached = self.store.bytes_decoded <= machine.available_memory() // 2
+        self._cached = 2 * self.store.bytes_decoded <= machine.available_memory()
 
     def __enter__(self) -> StoreWriter:
         if isinstance(self.files, Folder) and self.units:
@@ -161,6 +163,15 @@ class StoreWriter:
     def missing(self) -> list[tuple[int, int]]:
         """Example ranges of this part's units that are not finished, in order."""
         return [self.store.unit_range(unit) for unit in self.units if unit not in self._done]
+
+    @property
+    def bytes_expected(self) -> int:
+        """Bytes of this part's missing units with norms and outputs, before compression, padding included."""
+        each = sum(
+            layout.piece_bytes * math.prod(-(-n // m) for n, m in zip(layout.shape[1:], layout.piece[1:], strict=True))
+            for layout in self.store.layouts.values()
+        )
+        return each * len(self.missing)
 
     def report(self, started: float, **more: Any) -> dict[str, Any]:
         """What a build that began at `started` (`time.perf_counter()`) says of itself: counts, bytes, seconds."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from jacstore.base.budget import VERIFY, Budget
 from jacstore.errors import DamagedDataError, JacstoreError
 from jacstore.kernels.diagonal import Diagonal, diagonal_of
 from jacstore.kernels.kernel import Kernel
@@ -38,6 +39,7 @@ class KernelChecks:
 
     def __init__(self, kernel: Kernel, stores: list[JacobianStore] | None, why: str, memory: int) -> None:
         self.kernel, self.stores, self.why, self.memory = kernel, stores, why, memory
+        self.budget = Budget(memory).split(**VERIFY)
         self.plan = kernel.plan
         self.seen = Seen()
         self.store_fault = ""
@@ -147,7 +149,8 @@ class KernelChecks:
             difference = np.zeros((stop - start, store.n_outputs))
             for index in leaves or range(len(store.leaves)):
                 leaf = store.leaves[index]
-                difference += store.norms[start:stop, :, index] - stored_norms(store, leaf, start, stop, self.memory)
+                stored = stored_norms(store, leaf, start, stop, self.budget["norms"])
+                difference += store.norms[start:stop, :, index] - stored
             change = wanted.mode.over_outputs(np.nan_to_num(difference) * wanted.weights[start:stop])
             for n in range(start, stop):
                 span = next(at for at, (_, b) in enumerate(spans) if n // self.plan.tile < b)

@@ -15,12 +15,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jacstore.base.budget import VERIFY, Budget
 from jacstore.base.modes import Mode
 from jacstore.store.reader import JacobianStore, operand_array
 from jacstore.terms.kinds import Leaf, expand
 
-# Shares of the memory for the rows at hand and for the products Jᵀ z.
-ROWS_SHARE, SUMS_SHARE = 4, 4
+# Slabs of rows in memory while one takes the place of the last.
+SLABS_ALIVE = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +108,7 @@ def _add(found: Found, part: _Part, wanted: Wanted, memory: int) -> None:
                 sums = part.pull(one, wanted.weights[n : n + 1])
                 found.products[n] += part.scale**2 * part.push(one, sums[None])[0]
     else:
-        width = max(1, memory // SUMS_SHARE // (8 * part.size))
+        width = max(1, Budget(memory).split(**VERIFY)["sums"] // (8 * part.size))
         crossed = wanted.mode.crosses_outputs
         turns = [slice(None)] if crossed else [slice(k, k + 1) for k in range(wanted.weights.shape[1])]
         for first in range(0, len(wanted.ranges), width):
@@ -196,7 +197,7 @@ def _slabs(rows: JacobianStore, cols: JacobianStore, first: int, last: int, memo
     stores = [rows] if cols is rows else [rows, cols]
     piece = rows.side.piece_columns
     column = 8 * sum(store.n_examples * store.n_outputs for store in stores)
-    width = max(1, memory // ROWS_SHARE // column // piece) * piece
+    width = max(1, Budget(memory).split(**VERIFY)["rows"] // SLABS_ALIVE // column // piece) * piece
     # Pieces are counted among the columns that are stored as rows.
     shift = next(
         (f.dense.start - f.offset for f in rows.leaves if f.dense and f.offset <= first < f.offset + f.size), 0
@@ -226,7 +227,7 @@ class _Factors:
         numbers = sum(math.prod(store.layouts[operand_array(name)].shape[1:]) for name in self.leaf.operands)
         if self.term is None:
             numbers += 2 * store.n_outputs * self.leaf.size
-        at_once = max(1, self.memory // ROWS_SHARE // (24 * numbers))
+        at_once = max(1, Budget(self.memory).split(**VERIFY)["rows"] // SLABS_ALIVE // (24 * numbers))
         for unit in range(store.n_units):
             start, stop = store.unit_range(unit)
             whole = {name: store.read_operand(name, start, stop) for name in self.leaf.operands}

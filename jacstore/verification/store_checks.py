@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jacstore.base.budget import VERIFY, Budget
 from jacstore.base.precision import norm_bound
 from jacstore.errors import DamagedDataError, InvalidRequestError
 from jacstore.store.norms import allowance, largest_difference, stored_norms
@@ -29,7 +30,7 @@ class StoreChecks:
     """
 
     def __init__(self, store: JacobianStore, memory: int) -> None:
-        self.store, self.memory = store, memory
+        self.store, self.budget = store, Budget(memory).split(**VERIFY)
         self.bad: dict[int, bool] = {}
 
     @property
@@ -114,7 +115,7 @@ class StoreChecks:
         """Compare `(n, K)` squared norms of one leaf."""
         store = self.store
         start, stop = store.unit_range(unit)
-        found = stored_norms(store, leaf, start, stop, self.memory)
+        found = stored_norms(store, leaf, start, stop, self.budget["norms"])
         known = set(store.record(unit)["nonfinite_examples"])
 
         def allowed(at: tuple[int, ...]) -> float:

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jacstore.base.devices import device
+from jacstore.base.budget import GRAM_ON_ACCELERATOR, Budget
+from jacstore.base.devices import accelerator_memory, device, on_accelerator
 from jacstore.base.modes import Mode
 from jacstore.terms.factor_set import FactorSet
 
@@ -134,12 +135,10 @@ def _add(
 
 
 def resident_bytes(given: int | None) -> int | None:
-    """Bytes of accumulators that may stay on the device: half of what is given or of three quarters of its memory.
+    """Bytes of accumulators that may stay on the device, of what `--device-memory` gives or of what there is.
 
     None on a CPU, where device and host memory are one.
     """
-    where = device()
-    if where.platform == "cpu":
-        return None if given is None else given // 2
-    stats = where.memory_stats() or {}
-    return (given or int(stats.get("bytes_limit", 0) * 3 // 4)) // 2
+    if given is None and not on_accelerator():
+        return None
+    return Budget(given or accelerator_memory()).split(**GRAM_ON_ACCELERATOR)["accumulators"]

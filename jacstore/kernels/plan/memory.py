@@ -41,8 +41,8 @@ class Footprint:
         c, d = self.cols.examples(self.tile, *group.cols)
         return merge_ranges(self.rows, (a, b), self.cols, (c, d), self.symmetric)
 
-    def fixed(self, group: Group) -> int:
-        """Bytes that do not depend on the width of a slab."""
+    def parts(self, group: Group, width: int) -> dict[str, int]:
+        """Bytes of everything that one worker holds for a group, with slabs of `width` columns, by name."""
         accumulators = 0
         for j in range(*group.cols):
             # The rows of a column of tiles are one range: down to the diagonal, or on it, or all.
@@ -54,13 +54,22 @@ class Footprint:
         edge = min(self.tile, self.rows.n_examples), min(self.tile, self.cols.n_examples)
         # A tile that is finished by itself is written while the next one is computed.
         alive = 2 if self.resident else 1
-        tiles = alive * (accumulators + self.tile_copies * self.block_bytes(*edge))
-        return tiles + self.io_bytes + self.factors(group)
+        return {
+            "accumulators": alive * accumulators,
+            "tile_copies": alive * self.tile_copies * self.block_bytes(*edge),
+            "reading": self.io_bytes,
+            **self.factors(group),
+            "slabs": self.per_column(group) * width,
+        }
 
-    def factors(self, group: Group) -> int:
-        """Bytes of factors in memory, and of products of pairs of positions on every core."""
+    def fixed(self, group: Group) -> int:
+        """Bytes that do not depend on the width of a slab."""
+        return sum(self.parts(group, 0).values())
+
+    def factors(self, group: Group) -> dict[str, int]:
+        """Bytes of factors in memory, of products of pairs of positions on every core, and of rows that are formed."""
         if not self.steps:
-            return 0
+            return {}
         if self.resident:
             sides = [self.rows] if self.symmetric else [self.rows, self.cols]
             examples = sum(side.n_examples for side in sides)
@@ -73,11 +82,14 @@ class Footprint:
                 + (step.patch_numbers if self.patches_kept else 0)
                 for step in self.steps
             )
-        slabs = 2 * self.slab_copies * EXPANDED_BYTES if any(step.expanded for step in self.steps) else 0
+        formed = 2 * self.slab_copies * EXPANDED_BYTES if any(step.expanded for step in self.steps) else 0
         pairs = max((step.positions * self.n_outputs) ** 2 for step in self.steps) * self.product_itemsize
-        # Factors are held as they are read and once more in the order that products want.
-        products = PRODUCT_COPIES * max(PRODUCT_BYTES, pairs)
-        return 2 * examples * numbers * self.product_itemsize + products + slabs
+        return {
+            # Factors are held as they are read and once more in the order that products want.
+            "factors": 2 * examples * numbers * self.product_itemsize,
+            "products": PRODUCT_COPIES * max(PRODUCT_BYTES, pairs),
+            "rows_formed": formed,
+        }
 
     def per_column(self, group: Group) -> int:
         """Bytes that each column of a slab takes."""

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from jacstore.base.budget import Budget
 from jacstore.base.limits import IO_THREADS, MAX_FILES, MAX_ITEMS, SLAB_COLUMNS
 from jacstore.base.modes import Mode
 from jacstore.errors import InvalidRequestError
@@ -32,6 +33,7 @@ def plan_gram(
     product_itemsize: int,
     memory: int,
     workers: int = 1,
+    machines: int = 1,
     tile: int | None = None,
     leaf_borders: Sequence[int] | None = None,
     engine_copies: tuple[int, int] = (2, 3),
@@ -45,7 +47,9 @@ def plan_gram(
     cols
         The other store's side for a rectangular kernel; None for a symmetric one.
     memory
-        Bytes for all workers together; each gets its share.
+        Bytes for all workers of a machine together; each gets its share.
+    workers, machines
+        Workers on a machine, and machines that each compute a part of the items.
     leaf_borders
         First column of each leaf, for kernels kept leaf by leaf; splits then fall on these borders.
     engine_copies
@@ -62,11 +66,11 @@ def plan_gram(
     """
     symmetric = cols is None
     cols = cols or rows
-    share = memory // workers
+    share, sharing = Budget(memory).each(workers), workers * machines
     piece = max(rows.piece_columns, cols.piece_columns)
     # Where nothing is stored as rows and all factors fit, each tile is finished by itself.
-    resident = bool(steps) and not n_columns and workers == 1 and not any(step.expanded for step in steps)
-    io_bytes = IO_THREADS * 3 * max(s.unit_size * s.piece_columns * s.itemsize for s in (rows, cols)) * n_outputs
+    resident = bool(steps) and not n_columns and sharing == 1 and not any(step.expanded for step in steps)
+    io_bytes = _io_bytes(rows, cols, n_outputs)
     per_side = math.isqrt(MAX_FILES // len(leaf_borders or [0]))
     tiles = [tile] if tile else _tile_sizes(mode, rows, cols, n_outputs, per_side)
     variants = [(True, False)] * resident + [(False, True)] * any(s.patch_numbers for s in steps) + [(False, False)]
@@ -94,7 +98,9 @@ def plan_gram(
             )
             fits = _fits(sizes, share, min(piece, n_columns))
             found = [
-                _finish(sizes, groups, schedule, share, n_columns, piece, workers, leaf_borders, factor_bytes)
+                _finish(
+                    sizes, groups, schedule, share, n_columns, piece, workers * machines, leaf_borders, factor_bytes
+                )
                 for schedule, groups in _schedules(sizes, fits)
             ]
             if found:
@@ -123,6 +129,32 @@ def plan_gram(
             f"{MAX_ITEMS:,} are allowed: give a larger --tile (tile=) or more --memory (memory=)"
         )
     return best
+
+
+def worker_parts(plan: GramPlan, product_itemsize: int, engine_copies: tuple[int, int]) -> dict[str, int]:
+    """Bytes that a worker holds for the largest group of a plan, by name."""
+    sizes = Footprint(
+        mode=plan.mode,
+        symmetric=plan.symmetric,
+        n_outputs=plan.n_outputs,
+        rows=plan.rows,
+        cols=plan.cols,
+        tile=plan.tile,
+        product_itemsize=product_itemsize,
+        slab_copies=engine_copies[0],
+        tile_copies=engine_copies[1],
+        io_bytes=_io_bytes(plan.rows, plan.cols, plan.n_outputs),
+        steps=plan.steps,
+        resident=plan.resident,
+        patches_kept=plan.patches_kept,
+    )
+    width = min(plan.slab_columns, plan.n_columns)
+    return max((sizes.parts(group, width) for group in plan.groups), key=lambda parts: sum(parts.values()))
+
+
+def _io_bytes(rows: Side, cols: Side, n_outputs: int) -> int:
+    """Bytes of the pieces that are read at once: encoded, decoded and on their way into a slab."""
+    return IO_THREADS * 3 * max(s.unit_size * s.piece_columns * s.itemsize for s in (rows, cols)) * n_outputs
 
 
 def _tile_sizes(mode: Mode, rows: Side, cols: Side, n_outputs: int, per_side: int) -> list[int]:
@@ -252,7 +284,7 @@ def _finish(
     room = min((share - sizes.fixed(g)) // max(1, sizes.per_column(g)) for g in groups)
     pieces = max(1, min(room, SLAB_COLUMNS, max(1, n_columns) + piece_columns - 1) // piece_columns)
     width = pieces * piece_columns
-    memory = max(sizes.fixed(g) + sizes.per_column(g) * min(width, n_columns) for g in groups)
+    of_worker = max(sum(sizes.parts(g, min(width, n_columns)).values()) for g in groups)
     # Groups are independent; columns are split only as far as groups do not keep all workers busy.
     wanted = -(-workers // len(groups)) if workers > 1 else 1
     splits = _split_columns(n_columns, piece_columns, wanted, leaf_borders)
@@ -274,7 +306,7 @@ def _finish(
         slab_columns=width,
         piece_columns=piece_columns,
         schedule=schedule if len(splits) == 1 else f"{schedule}, columns in {len(splits)}",
-        memory_bytes=memory * min(workers, len(groups) * len(splits)),
+        memory_bytes=of_worker * min(workers, len(groups) * len(splits)),
         bytes_expected=0,
         bytes_stored=sum(side.n_examples * side.itemsize for side in stored) * sizes.n_outputs * n_columns
         + sum(side.n_examples * size for side, size in zip(stored, factor_bytes, strict=False)),

@@ -1,4 +1,4 @@
-"""In: a torch module and its examples. Out: the store of its per-example Jacobian, resumable; needs the extra `torch`.
+"""Builds the store of a PyTorch module's per-example Jacobian, resumable; needs the extra `torch`.
 
     import jacstore.torch
 
@@ -24,6 +24,7 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"jacstore.torch needs PyTorch ({error}): pip install 'jacstore[torch]'") from error
 
 from jacstore.base import machine
+from jacstore.base.budget import Budget
 from jacstore.base.events import BatchDone, Listener, Started, silent
 from jacstore.base.machine import format_size
 from jacstore.errors import InvalidFunctionError, InvalidRequestError, RequestMismatchError, RunInterruptedError
@@ -36,7 +37,7 @@ from jacstore.rows.torch.device_pass import STEPS, TorchPass
 from jacstore.rows.torch.network import Network, close, host, mapped, path_of, requested, settings
 from jacstore.rows.unit import SpareBlocks, Unit, refuse_other_inputs
 from jacstore.storage import zarr_group
-from jacstore.storage.files import Folder
+from jacstore.storage.files import Folder, Memory
 from jacstore.store.metadata import DTYPES
 from jacstore.store.reader import JacobianStore
 from jacstore.store.writer import StoreWriter
@@ -136,7 +137,7 @@ def build(
                 listener=listener,
                 stop=stop,
             )
-            _refuse_small_memory(writer, passes, budget)
+            _give_memory(writer, passes, source, budget)
             try:
                 with writer:
                     listener(Started(what="units", total=len(writer.units), done=writer.reused))
@@ -258,16 +259,31 @@ def _run(
     return {**times, "seconds_audit": audit.seconds, "examples_audited": audit.examples}
 
 
-def _refuse_small_memory(writer: StoreWriter, passes: TorchPass, budget: int) -> None:
-    store = writer.store
-    units = 2 * (store.bytes_decoded // store.n_examples * store.unit_size)
-    on_host = passes.bytes_needed if passes.network.device.type == "cpu" else 0
-    if writer.missing and units + on_host > budget - writer.files.bytes_held:
+def _give_memory(writer: StoreWriter, passes: TorchPass, source: Arrays | Dataset, memory: int) -> None:
+    """Give what is left of the memory to a store in RAM; refuse where what is needed at once does not fit."""
+    if not writer.missing:
+        return
+    store, (each, chunks) = writer.store, source.bytes_held()
+    unit = store.bytes_decoded // store.n_examples * store.unit_size
+    needs = {
+        # One is filled while the other is written.
+        "unit_buffers": 2 * unit,
+        # On an accelerator passes take its memory, not the host's.
+        "device_pass": passes.bytes_needed if passes.network.device.type == "cpu" else 0,
+        # A batch as it is read and as tensors.
+        "inputs": chunks + 2 * each * passes.batch_size,
+    }
+    left = Budget(memory).beside(**needs)
+    if left < writer.files.bytes_held:
         raise InvalidRequestError(
-            f"memory={budget:,}: two units of {store.unit_size} example(s) take {format_size(units)} and a batch of "
-            f"{passes.batch_size} about {format_size(on_host)}; give more memory (memory=), a smaller batch_size= or "
-            "unit_size="
+            f"memory={memory:,}: two units of {store.unit_size} example(s) take {format_size(needs['unit_buffers'])} "
+            f"(unit_buffers), a batch of {passes.batch_size} about {format_size(needs['device_pass'])} (device_pass) "
+            f"and its inputs {format_size(needs['inputs'])} (inputs); give more memory (memory=), a smaller "
+            "batch_size= or unit_size="
         )
+    if isinstance(writer.files, Memory):
+        # Files are copied from a unit, up to all of it at once.
+        writer.files.limit = max(writer.files.bytes_held, left - unit)
 
 
 def _refuse_other_results(writer: StoreWriter, passes: TorchPass, source: Arrays | Dataset) -> None:

@@ -1,4 +1,4 @@
-"""In: a network in torch and its first examples. Out: the pass that turns batches of examples into rows and factors.
+"""The pass of a PyTorch network that turns batches of examples into rows and factors.
 
 The VJP of one example is mapped over outputs and over examples by `torch.func`; nothing couples examples then, and
 layers need not know where the batch axis is. Before that, plain autograd says which layers there are, and what the
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from jacstore.base.budget import TORCH_BUILD, Budget
 from jacstore.errors import InvalidFunctionError, InvalidRequestError
 from jacstore.problem.inputs import Arrays, Dataset
 from jacstore.rows.device_pass import LARGEST_BATCH, BatchRows
@@ -215,15 +216,16 @@ class TorchPass:
         return {**inputs, **back}, rows
 
     def _size(self, truth: _Plain, budget: int, batch_size: int | None, n_examples: int) -> None:
+        allowed = Budget(budget).split(**TORCH_BUILD)["device_pass"]
         cut, itemsize = self.cut, self.network.dtype.itemsize
         numbers = sum(leaf.size for leaf in cut.leaves if leaf.dense)
         numbers += sum(layer.cotangents.numbers(1) for layer in cut.layers)
         once = truth.saved_bytes + itemsize * sum(layer.inputs.numbers(1) for layer in cut.layers)
         each = 2 * itemsize * numbers + truth.largest_saved
-        self.output_batch = max(1, min(self.n_outputs, (budget // 8 - once) // each))
+        self.output_batch = max(1, min(self.n_outputs, (allowed - once) // each))
         needed = once + self.output_batch * each
         wanted = BATCH_BYTES.get(self.network.device.type, BATCH_BYTES_ELSEWHERE)
-        fits = max(1, min(min(budget // 8, wanted) // needed, LARGEST_BATCH))
+        fits = max(1, min(min(allowed, wanted) // needed, LARGEST_BATCH))
         self.batch_size = min(batch_size or fits, n_examples)
         self.bytes_needed = needed * (self.batch_size if self.mapped else 1)
 
