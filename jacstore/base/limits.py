@@ -1,7 +1,10 @@
-"""Names and numbers that several parts of the package share: modes, precisions, caps, sizes of blocks."""
+"""Names and numbers that several parts of the package share: modes, precisions, types, caps, sizes of blocks."""
 
 MODES = ("full", "trace", "diagonal", "blocks")
 PRECISIONS = ("float64", "float32", "fast")
+# What a store holds its rows as, and how its chunks may be compressed.
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+CODECS = ("none", "lz4", "zstd")
 MAX_FILES = 20_000
 MAX_ITEMS = 10_000
 # Wide slabs keep BLAS busy; beyond this depth a float32 product would lose digits before its float64 sum.

@@ -19,8 +19,7 @@ import numpy as np
 
 from jacstore.base import machine
 from jacstore.base.events import Listener, Started, silent
-from jacstore.base.limits import PRECISIONS
-from jacstore.base.machine import format_size, parse_size
+from jacstore.base.machine import format_size
 from jacstore.base.precision import entry_error
 from jacstore.errors import DamagedDataError, InvalidRequestError, LockedError
 from jacstore.kernels.context import Work, common_dtype, make_engine
@@ -29,6 +28,7 @@ from jacstore.kernels.finish import finish_group
 from jacstore.kernels.kernel import LEAVES, WHOLE, Kernel, expected_bytes, layouts
 from jacstore.kernels.lazy import as_store, check_mode, default_precision, made_alike, refuse_unlike
 from jacstore.kernels.metadata import check_plan_for
+from jacstore.kernels.plan.options import GramOptions
 from jacstore.kernels.plan.plan import GramPlan, block_shape
 from jacstore.kernels.plan.schedule import plan_gram
 from jacstore.kernels.plan.steps import plan_steps
@@ -41,8 +41,6 @@ from jacstore.storage.kept_arrays import FACTORS
 from jacstore.storage.ledger import Lock, compare_requested
 from jacstore.store.reader import JacobianStore, open_store, operand_array
 
-KERNEL_DTYPES = ("float64", "float32")
-ENGINES = ("auto", "blas", "xla")
 KNOWN = (WHOLE, LEAVES, FACTORS, "partials", "checkpoints")
 
 
@@ -118,33 +116,15 @@ def gram(
         With `.report`: the keys of `jacstore gram --json`.
     """
     started = time.perf_counter()
+    options = GramOptions.among(locals())
     if other is not None and out is None and not isinstance(other, JacobianStore):
         other, out = None, other
-    job = _Job(
-        store,
-        other,
-        out,
-        memory=memory,
-        device_memory=device_memory,
-        mode=mode,
-        dtype=dtype,
-        precision=precision,
-        engine=engine,
-        tile=tile,
-        by_leaf=by_leaf,
-        triangle=triangle,
-        exact_diagonal=exact_diagonal,
-        part=part,
-        scheduler=scheduler,
-        workers=workers,
-    )
-    kernel = job.create(overwrite, listener)
+    job = _Job(store, other, out, options)
+    kernel = job.create(listener)
     return job.run(kernel, started, listener, stop or (lambda: False))
 
 
-def plan_for(
-    store: JacobianStore | str | Path, other: Any = None, out: Any = None, *, overwrite: bool = False, **options: Any
-) -> dict[str, Any]:
+def plan_for(store: JacobianStore | str | Path, other: Any = None, out: Any = None, **options: Any) -> dict[str, Any]:
     """What `gram` would do, with timed products and reads; writes nothing. Options are those of `gram`.
 
     Raises
@@ -152,7 +132,7 @@ def plan_for(
     InvalidRequestError
         As `gram` would, where a kernel of another request or a folder of others is at `out`.
     """
-    return _Job(store, other, out, **options).describe(overwrite)
+    return _Job(store, other, out, GramOptions(**options)).describe()
 
 
 def _accelerator_is_likely() -> bool:
@@ -170,50 +150,41 @@ class _Job:
         store: JacobianStore | str | Path,
         other: JacobianStore | str | Path | None,
         out: str | Path | None,
-        *,
-        memory: int | str | None = None,
-        device_memory: int | str | None = None,
-        mode: str = "full",
-        dtype: str = "float64",
-        precision: str | None = None,
-        engine: str = "auto",
-        tile: int | None = None,
-        by_leaf: bool = False,
-        triangle: bool = False,
-        exact_diagonal: bool = False,
-        part: tuple[int, int] | str | None = None,
-        scheduler: str = "threads",
-        workers: int | None = None,
+        options: GramOptions,
     ) -> None:
+        self.options = options
         self.rows = as_store(store)
         self.cols = None if other is None else as_store(other)
-        check_mode(mode, self.cols)
+        check_mode(options.mode, self.cols)
         self.out = "memory://" if out is None else str(out)
-        self.memory = machine.default_memory(memory)
-        self.device_memory = parse_size(device_memory, "--device-memory")
-        for name, given, allowed in (
-            ("dtype", dtype, KERNEL_DTYPES),
-            ("precision", precision or "float32", PRECISIONS),
-            ("engine", engine, ENGINES),
-        ):
-            if given not in allowed:
-                raise InvalidRequestError(f"--{name} {given}: allowed are {', '.join(allowed)} ({name}=)")
-        tile, workers = zarr_group.parse_count(tile, "--tile"), zarr_group.parse_count(workers, "--workers")
-        if scheduler not in ("threads", "processes") and "://" not in scheduler:
-            raise InvalidRequestError(
-                f"--scheduler {scheduler}: allowed are threads, processes or an address (scheduler=)"
-            )
-        if scheduler == "threads" and (workers or 1) > 1:
-            raise InvalidRequestError(
-                "--workers: threads run one item at a time on all cores; use --scheduler processes (scheduler=)"
-            )
+        self.memory, self.device_memory, self.part = options.memory, options.device_memory, options.part
+        self.mode, self.dtype, self.triangle = options.mode, options.dtype, options.triangle
+        self.scheduler, self.workers, self.tile = options.scheduler, options.workers, options.tile
+        self._refuse_stores()
+        self.precision = options.precision or default_precision(self.rows, self.cols)
+        self.engine_name = self._choose_engine(options.engine)
+        self.requested = {
+            "store": self.rows.identity(),
+            "other": None if self.cols is None else self.cols.identity(),
+            "mode": options.mode,
+            "dtype": options.dtype,
+            "precision": self.precision,
+            "engine": options.engine,
+            "tile": options.tile,
+            "by_leaf": options.by_leaf,
+            "triangle": options.triangle,
+            "exact_diagonal": options.exact_diagonal,
+            "parts": options.part[1],
+        }
+
+    def _refuse_stores(self) -> None:
+        """Refuse stores that are unfinished or unlike each other, and options that do not go with them."""
         in_ram = [s.path for s in (self.rows, self.cols) if s is not None and not isinstance(s.files, Folder)]
-        if in_ram and scheduler != "threads":
+        if in_ram and self.scheduler != "threads":
             raise InvalidRequestError(
-                f"--scheduler {scheduler}: a store in RAM cannot go to other processes; use --scheduler threads "
+                f"--scheduler {self.scheduler}: a store in RAM cannot go to other processes; use --scheduler threads "
                 "(scheduler=) or build the store on disk (--out, out=)"
             )
-        self.part = zarr_group.parse_part(part)
         self.rows.require_complete()
         if self.cols is not None:
             self.cols.require_complete()
@@ -221,43 +192,18 @@ class _Job:
             if self.cols.identity() == self.rows.identity():
                 # A store with itself is symmetric: half the work.
                 self.cols = None
-        if exact_diagonal and self.cols is not None:
+        if self.options.exact_diagonal and self.cols is not None:
             raise InvalidRequestError(
                 "--exact-diagonal: a kernel between two stores has no diagonal; leave it out (exact_diagonal=)"
             )
-        if triangle and self.cols is not None:
+        if self.triangle and self.cols is not None:
             raise InvalidRequestError(
                 "--triangle: a kernel between two stores has no mirrored half; leave it out (triangle=)"
             )
-        if triangle and mode == "blocks":
-            raise InvalidRequestError(
-                "--triangle: mode blocks holds nothing off the diagonal; leave it out (triangle=)"
-            )
-        self.precision = precision or default_precision(self.rows, self.cols)
-        self.engine_name = self._choose_engine(engine)
-        self.scheduler, self.workers, self.tile, self.by_leaf = scheduler, workers, tile, by_leaf
-        self.requested = {
-            "store": self.rows.identity(),
-            "other": None if self.cols is None else self.cols.identity(),
-            "mode": mode,
-            "dtype": dtype,
-            "precision": self.precision,
-            "engine": engine,
-            "tile": tile,
-            "by_leaf": by_leaf,
-            "triangle": triangle,
-            "exact_diagonal": exact_diagonal,
-            "parts": self.part[1],
-        }
-        self.mode, self.dtype, self.triangle = mode, dtype, triangle
 
     def _choose_engine(self, asked: str) -> str:
         if asked == "auto":
             return "xla" if self.precision == "fast" or _accelerator_is_likely() else "blas"
-        if asked == "blas" and self.precision == "fast":
-            raise InvalidRequestError(
-                "--precision fast: BLAS has no 16-bit products; use --engine xla (engine=) or float32 (precision=)"
-            )
         return asked
 
     @property
@@ -301,7 +247,7 @@ class _Job:
             memory=max(1, memory) * parts,
             workers=self.share * parts,
             tile=self.tile,
-            leaf_borders=starts if self.by_leaf else None,
+            leaf_borders=starts if self.options.by_leaf else None,
             steps=steps,
             factor_bytes=(self.rows.factor_bytes, (self.cols or self.rows).factor_bytes),
             engine_copies=(engine.slab_copies, engine.tile_copies),
@@ -315,12 +261,12 @@ class _Job:
         shape = block_shape(self.mode, self.rows.n_examples, (self.cols or self.rows).n_examples, self.rows.n_outputs)
         return held + int(np.prod(shape)) * np.dtype(self.dtype).itemsize
 
-    def create(self, overwrite: bool, listener: Listener) -> Kernel:
+    def create(self, listener: Listener) -> Kernel:
         """The kernel to work on: a new one, or the one that was begun with the same request."""
         files = zarr_group.place(self.out, 2**62 if self.out == "memory://" else self.memory)
         if not isinstance(files, Folder) and self.scheduler != "threads":
             raise InvalidRequestError("a kernel in RAM needs --scheduler threads (scheduler=); or give --out (out=)")
-        with zarr_group.creating(files, self.out, KNOWN, overwrite, listener):
+        with zarr_group.creating(files, self.out, KNOWN, self.options.overwrite, listener):
             if files.size(zarr_group.ROOT) is None:
                 self._create(files)
             kernel = self._opened(files)
@@ -357,7 +303,7 @@ class _Job:
     def _create(self, files: Files) -> None:
         plan = self.plan()
         self._refuse_overflow()
-        leaves = [leaf.path for leaf in self.rows.leaves] if self.by_leaf else []
+        leaves = [leaf.path for leaf in self.rows.leaves] if self.options.by_leaf else []
         if isinstance(files, Folder):
             needed = expected_bytes(plan, leaves, np.dtype(self.dtype).itemsize, self.triangle)
             free = machine.free_disk(files.root)
@@ -500,13 +446,13 @@ class _Job:
                     results.append(finish_group(work, group))
         return results
 
-    def describe(self, overwrite: bool) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """The plan as numbers, with expected seconds from a timed product and a timed read."""
-        files = None if overwrite else zarr_group.begun(self.out, self.memory, KNOWN)
+        files = None if self.options.overwrite else zarr_group.begun(self.out, self.memory, KNOWN)
         begun = None if files is None else self._opened(files)
         plan = self.plan() if begun is None else begun.plan
         speed, read_speed = self._measured_speeds(plan)
-        leaves = [leaf.path for leaf in self.rows.leaves] if self.by_leaf else []
+        leaves = [leaf.path for leaf in self.rows.leaves] if self.options.by_leaf else []
         size = expected_bytes(plan, leaves, np.dtype(self.dtype).itemsize, self.triangle)
         accumulators = 8 * max(
             sum(int(np.prod(plan.tile_shape(i, j))) for i, j in plan.tiles_of(group)) for group in plan.groups

@@ -23,26 +23,24 @@ import numpy as np
 from jacstore.base import machine
 from jacstore.base.devices import device, device_budget
 from jacstore.base.events import BatchDone, Listener, Started, silent
-from jacstore.base.machine import format_size, parse_size
+from jacstore.base.machine import format_size
 from jacstore.base.precision import NORM_RUN, compute_dtype
 from jacstore.errors import InvalidRequestError, RunInterruptedError, SelectedStateWarning
 from jacstore.problem.parameters import state_among
 from jacstore.problem.problem import Prepared, Problem, prepare
 from jacstore.rows.device_pass import BatchRows, DevicePass
+from jacstore.rows.options import BuildOptions
 from jacstore.rows.row_check import RowCheck
 from jacstore.rows.trace.cut import Cut, cut_before_products, cut_with_rows
 from jacstore.rows.unit import SpareBlocks, Unit, refuse_other_inputs
 from jacstore.storage import zarr_group
-from jacstore.storage.chunks import CODECS
 from jacstore.storage.files import Folder
 from jacstore.store.codec_choice import fastest_codec, measured_disk_speed
 from jacstore.store.layout import StorePlan, plan_store
-from jacstore.store.metadata import DTYPES
 from jacstore.store.reader import JacobianStore, leaf_table
 from jacstore.store.unit_buffers import storage_dtype
 from jacstore.store.writer import ARRAYS, StoreWriter, factor_bytes, refuse_small_disk, request_of, require_same
 
-LAYOUTS = ("auto", "dense", "factored")
 READ_AHEAD = 2
 # Seconds of a device pass that is not timed twice.
 LONG_RUN = 0.2
@@ -115,41 +113,30 @@ def build(
         For anything that the caller must change; nothing finished is lost.
     """
     started = time.perf_counter()
-    options = _Options(
-        memory=memory,
-        device_memory=device_memory,
-        dtype=dtype,
-        layout=layout,
-        batch_size=batch_size,
-        output_batch=output_batch,
-        unit_size=unit_size,
-        codec=codec,
-        examples=examples,
-        part=part,
-    )
+    options = BuildOptions.among(locals())
     job = _Job(problem, out, options)
     state = state_among(leaf.path for leaf in job.leaves)
     if state:
         warnings.warn(state, SelectedStateWarning, stacklevel=2)
-    found = job.existing(overwrite)
-    codec, unit_size = (found.resolved["codec"], options.unit_size) if found else job.choose()
+    found = job.existing()
+    chosen, units_of = (found.resolved["codec"], options.unit_size) if found else job.choose()
     writer = StoreWriter(
         out,
         job.leaves,
         job.prepared.n_examples,
         job.prepared.n_outputs,
         operands=job.operands,
-        dtype=dtype,
-        codec=codec,
-        unit_size=unit_size,
-        memory=job.memory,
+        dtype=options.dtype,
+        codec=chosen,
+        unit_size=units_of,
+        memory=options.memory,
         outputs_dtype=job.outputs_dtype,
         requested=job.requested,
         numerics=job.numerics,
         left_out=job.prepared.left_out,
-        part=job.part,
-        allow_nonfinite=allow_nonfinite,
-        overwrite=overwrite,
+        part=options.part,
+        allow_nonfinite=options.allow_nonfinite,
+        overwrite=options.overwrite,
         listener=listener,
         stop=stop or (lambda: False),
     )
@@ -168,9 +155,7 @@ def build(
     return store
 
 
-def plan_build(
-    problem: Problem, out: str | Path | None = None, *, overwrite: bool = False, **options: Any
-) -> dict[str, Any]:
+def plan_build(problem: Problem, out: str | Path | None = None, **options: Any) -> dict[str, Any]:
     """What `build` would do, with a timed batch; writes nothing. Options are those of `build`.
 
     Raises
@@ -178,52 +163,18 @@ def plan_build(
     InvalidRequestError
         As `build` would, where a store of another request or a folder of others is at `out`.
     """
-    return _Job(problem, out, _Options(**options)).describe(overwrite)
-
-
-class _Options:
-    """Checked keyword arguments of a build."""
-
-    def __init__(
-        self,
-        *,
-        memory: int | str | None = None,
-        device_memory: int | str | None = None,
-        dtype: str = "float32",
-        layout: str = "auto",
-        batch_size: int | None = None,
-        output_batch: int | None = None,
-        unit_size: int | None = None,
-        codec: str = "auto",
-        examples: tuple[int, int] | str | None = None,
-        part: tuple[int, int] | str | None = None,
-    ) -> None:
-        self.memory = machine.default_memory(memory)
-        self.device_memory = parse_size(device_memory, "--device-memory")
-        for name, given, allowed in (
-            ("dtype", dtype, DTYPES),
-            ("layout", layout, LAYOUTS),
-            ("codec", codec, ("auto", *CODECS)),
-        ):
-            if given not in allowed:
-                raise InvalidRequestError(f"--{name} {given}: allowed are {', '.join(allowed)} ({name}=)")
-        self.dtype, self.layout, self.codec = dtype, layout, codec
-        self.batch_size = zarr_group.parse_count(batch_size, "--batch-size")
-        self.output_batch = zarr_group.parse_count(output_batch, "--output-batch")
-        self.unit_size = zarr_group.parse_count(unit_size, "--unit-size")
-        self.examples = zarr_group.parse_pair(examples, ":", "--examples", "A:B")
-        self.part = zarr_group.parse_part(part)
+    return _Job(problem, out, BuildOptions(**options)).describe()
 
 
 class _Job:
     """One build: the prepared problem and what is decided for it."""
 
-    def __init__(self, problem: Problem, out: str | Path | None, options: _Options) -> None:
-        self.options, self.memory, self.part = options, options.memory, options.part
+    def __init__(self, problem: Problem, out: str | Path | None, options: BuildOptions) -> None:
+        self.options, self.memory = options, options.memory
         self.out = "memory://" if out is None else str(out)
         device()
-        self.prepared, self.shift = _restrict(prepare(problem, float64=options.dtype == "float64"), options.examples)
-        self._take(cut_before_products(self.prepared, options.layout, options.dtype == "float64"))
+        self.prepared, self.shift = _restrict(prepare(problem, float64=options.float64), options)
+        self._take(cut_before_products(self.prepared, options.layout, options.float64))
         self.requested = {
             **self.prepared.requested,
             "examples": [self.shift, self.shift + self.prepared.n_examples],
@@ -241,24 +192,24 @@ class _Job:
 
     @property
     def outputs_dtype(self) -> str:
-        return "float64" if self.options.dtype == "float64" else "float32"
+        return "float64" if self.options.float64 else "float32"
 
     @property
     def numerics(self) -> dict[str, Any]:
         """What decides the digits of the rows."""
         where = device()
         return {
-            "computing": "float64" if self.options.dtype == "float64" else "the parameters' own",
+            "computing": "float64" if self.options.float64 else "the parameters' own",
             "lowest": self.prepared.lowest,
             "products": "highest precision",
             "norms": f"{compute_dtype(self.options.dtype)} over runs of {NORM_RUN}, float64 beyond",
             "device": f"{where.platform}: {where.device_kind}",
         }
 
-    def existing(self, overwrite: bool) -> JacobianStore | None:
+    def existing(self) -> JacobianStore | None:
         """The store to continue, if there is one: its resolved choices are kept."""
         files = zarr_group.place(self.out, self.memory)
-        if overwrite or not isinstance(files, Folder) or files.size(zarr_group.ROOT) is None:
+        if self.options.overwrite or not isinstance(files, Folder) or files.size(zarr_group.ROOT) is None:
             return None
         return self._continued(JacobianStore(files, self.out))
 
@@ -447,11 +398,11 @@ class _Job:
         require_same(store, wanted, self.leaves, self.options.unit_size)
         return store
 
-    def describe(self, overwrite: bool) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """The plan as numbers, and whether storing pays against recomputing blocks of rows."""
-        found = None if overwrite else self.begun()
+        found = None if self.options.overwrite else self.begun()
         if found is not None:
-            self.options.unit_size, self.options.codec = found.unit_size, found.resolved["codec"]
+            self.options = replace(self.options, unit_size=found.unit_size, codec=found.resolved["codec"])
         plan, codec = self.propose(DISK_SPEED)
         each = self.seconds_per_example()
         n, row_bytes = plan.n_examples, plan.bytes_stored
@@ -548,15 +499,9 @@ def _ahead(
     yield from waiting
 
 
-def _restrict(prepared: Prepared, examples: tuple[int, int] | None) -> tuple[Prepared, int]:
-    """The problem of examples A to B, and A."""
-    if examples is None:
-        return prepared, 0
-    first, last = examples
-    if not 0 <= first < last <= prepared.n_examples:
-        raise InvalidRequestError(
-            f"--examples {first}:{last}: allowed are ranges A:B with 0 <= A < B <= {prepared.n_examples} (examples=)"
-        )
+def _restrict(prepared: Prepared, options: BuildOptions) -> tuple[Prepared, int]:
+    """The problem of the examples that are asked for, and the first of them."""
+    first, last = options.range_of(prepared.n_examples)
     read = prepared.read
     shifted = replace(prepared, n_examples=last - first, read=lambda a, b: read(first + a, first + b))
     return shifted, first

@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jacstore.base.limits import CODECS, DTYPES
 from jacstore.base.precision import ROUNDOFF
 from jacstore.base.schema import Open
 from jacstore.errors import DamagedDataError
-from jacstore.storage.chunks import CODECS, ArrayLayout
+from jacstore.storage.chunks import ArrayLayout
 from jacstore.store.unit_buffers import storage_dtype
 from jacstore.terms.kinds import Conv, Dense, Leaf, Operand
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 ROLES = {"ids": 1, "inputs": 3, "cotangents": 3}
 # NumPy counts bytes in 63 bits.
 LARGEST_ARRAY = 2**63 - 1
