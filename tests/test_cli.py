@@ -36,8 +36,10 @@ import jacstore.cli.text
 from jacstore import StoreWriter, build
 from jacstore.base.events import silent
 from jacstore.base.machine import format_size
+from jacstore.rows.reports import BuildForecast
 from jacstore.storage.files import Folder
 from jacstore.storage.ledger import Lock
+from jacstore.store.reports import LeafFacts
 from jacstore.testing import TOLERANCE, mlp, row_error
 
 # Flags and keys of the contract.
@@ -426,7 +428,8 @@ def test_the_plan_of_a_build_is_printed_and_nothing_is_written(target, tmp_path)
 )
 def test_a_plan_in_which_storing_does_not_pay_says_what_to_do_instead(target, tmp_path, pays, passes, said, unsaid):
     facts = one_object("build", target, "--out", tmp_path / "run.jac", "--dry-run")
-    last = jacstore.cli.text.plan_build({**facts, "storing_pays": pays, "recompute_passes": passes}).splitlines()[-1]
+    facts |= {"terms": [LeafFacts(**leaf) for leaf in facts["terms"]], "storing_pays": pays, "recompute_passes": passes}
+    last = jacstore.cli.text.plan_build(BuildForecast(**facts)).splitlines()[-1]
     assert last.startswith("against it ") and said in last and unsaid not in last
 
 

@@ -155,4 +155,4 @@ def test_a_text_is_no_switch():
 
 def test_a_plan_takes_every_option_of_its_build():
     plan = plan_build(mlp(6), None, allow_nonfinite=True, overwrite=True, examples="1:5", part="1/2")
-    assert plan["examples"] == 4
+    assert plan.examples == 4

@@ -55,7 +55,7 @@ def build(shared: Shared, target: str, out: str, dry_run: bool, **options: Any) 
     "problem". For PyTorch it is a jacstore.torch.TorchProblem.
     """
 
-    def work(lines: Lines, stop: Stop) -> dict[str, Any]:
+    def work(lines: Lines, stop: Stop) -> Any:
         import jacstore
         from jacstore.problem.torch_problem import TorchProblem
         from jacstore.rows.build import plan_build
@@ -65,18 +65,18 @@ def build(shared: Shared, target: str, out: str, dry_run: bool, **options: Any) 
             return _build_torch(problem, out, dry_run, listener=lines, stop=stop, **options)
         if dry_run:
             return plan_build(problem, out, **options)
-        return with_warnings(lambda: jacstore.build(problem, out, listener=lines, stop=stop, **options).report)
+        return with_warnings(lambda: jacstore.build(problem, out, listener=lines, stop=stop, **options).built)
 
     run(work, text.plan_build if dry_run else text.build, shared)
 
 
-def _build_torch(problem: Any, out: str, dry_run: bool, **options: Any) -> dict[str, Any]:
+def _build_torch(problem: Any, out: str, dry_run: bool, **options: Any) -> Any:
     from jacstore import torch
     from jacstore.errors import InvalidRequestError
 
     if dry_run:
         raise InvalidRequestError("--dry-run: not allowed where TARGET is a TorchProblem; leave it out")
-    return with_warnings(lambda: torch.build(problem, out=out, **options).report)
+    return with_warnings(lambda: torch.build(problem, out=out, **options).built)
 
 
 @main.command()
@@ -89,12 +89,12 @@ def _build_torch(problem: Any, out: str, dry_run: bool, **options: Any) -> dict[
 def gram(shared: Shared, store: str, other: str | None, out: str, dry_run: bool, **options: Any) -> None:
     """Assemble the kernel J Jᵀ of STORE, or the rectangular kernel between STORE and OTHER."""
 
-    def work(lines: Lines, stop: Stop) -> dict[str, Any]:
+    def work(lines: Lines, stop: Stop) -> Any:
         from jacstore.kernels import gram as assembly
 
         if dry_run:
             return assembly.plan_for(store, other, out, **options)
-        return assembly.gram(store, other, out, listener=lines, stop=stop, **options).report
+        return assembly.gram(store, other, out, listener=lines, stop=stop, **options).assembled
 
     run(work, text.plan_gram if dry_run else text.gram, shared)
 
@@ -108,10 +108,10 @@ def info(shared: Shared, path: str) -> None:
     Exit code 3 if a record is damaged; the unit or tiles it describes count as missing.
     """
 
-    def work(lines: Lines, stop: Stop) -> dict[str, Any]:
+    def work(lines: Lines, stop: Stop) -> Any:
         import jacstore
 
-        return jacstore.open(path).info()
+        return jacstore.open(path).summary()
 
     run(work, text.info, shared, judge=text.damaged_records)
 
@@ -163,11 +163,10 @@ def verify(
     Exit code 3 if a check fails; the next build or gram then recomputes just what is wrong.
     """
 
-    def work(lines: Lines, stop: Stop) -> dict[str, Any]:
+    def work(lines: Lines, stop: Stop) -> Any:
         import jacstore
 
-        found = jacstore.verify(path, target, list(store) or None, samples=samples, full=full, memory=memory)
-        return found.to_dict()
+        return jacstore.verify(path, target, list(store) or None, samples=samples, full=full, memory=memory)
 
     run(work, text.verify, shared, judge=text.first_failure, at_once=ANEW)
 

@@ -30,6 +30,7 @@ from jacstore.kernels.lazy import as_store, check_mode, default_precision, made_
 from jacstore.kernels.metadata import check_plan_for
 from jacstore.kernels.plan.options import GramOptions
 from jacstore.kernels.plan.plan import GramPlan, block_shape
+from jacstore.kernels.plan.reports import GramForecast, GramReport
 from jacstore.kernels.plan.schedule import plan_gram
 from jacstore.kernels.plan.steps import plan_steps
 from jacstore.kernels.repair import repair_tiles
@@ -124,7 +125,7 @@ def gram(
     return job.run(kernel, started, listener, stop or (lambda: False))
 
 
-def plan_for(store: JacobianStore | str | Path, other: Any = None, out: Any = None, **options: Any) -> dict[str, Any]:
+def plan_for(store: JacobianStore | str | Path, other: Any = None, out: Any = None, **options: Any) -> GramForecast:
     """What `gram` would do, with timed products and reads; writes nothing. Options are those of `gram`.
 
     Raises
@@ -376,32 +377,31 @@ class _Job:
         tiles_computed = tiles_done(kernel) - tiles_before
         stored = self.rows.bytes_decoded + (0 if self.cols is None else self.cols.bytes_decoded)
         decoded = sum(r.get("decoded_bytes", 0) for r in results)
-        kernel.report = {
-            "kernel": kernel.path,
-            "rows": kernel.shape[-2],
-            "columns": kernel.shape[-1],
-            "shape": list(kernel.shape),
-            "mode": kernel.mode,
-            "tiles_total": plan.tiles_total * len(kernel.layouts),
-            "tiles_computed": tiles_computed,
-            "tiles_reused": tiles_before,
-            "items_total": len(items),
-            "items_computed": len(todo),
-            "items_reused": len(mine) - len(todo),
-            "passes": decoded / stored,
-            "bytes_read": sum(r.get("bytes_read", 0) for r in results),
-            "flops": plan.flops * len(todo) // len(items),
-            "seconds_total": time.perf_counter() - started,
-            **{
-                key: sum(r.get(key, 0.0) for r in results)
-                for key in ("seconds_read", "seconds_compute", "seconds_write")
-            },
-            "peak_rss": max([machine.peak_rss(), *(r.get("peak_rss", 0) for r in results)]),
-            "engine": kernel.resolved["engine"],
-            "schedule": plan.schedule,
-            "expected_passes": plan.passes,
-            "complete": kernel.complete,
-        }
+        kernel.assembled = GramReport(
+            kernel=kernel.path,
+            rows=kernel.shape[-2],
+            columns=kernel.shape[-1],
+            shape=list(kernel.shape),
+            mode=kernel.mode,
+            tiles_total=plan.tiles_total * len(kernel.layouts),
+            tiles_computed=tiles_computed,
+            tiles_reused=tiles_before,
+            items_total=len(items),
+            items_computed=len(todo),
+            items_reused=len(mine) - len(todo),
+            passes=decoded / stored,
+            bytes_read=sum(r.get("bytes_read", 0) for r in results),
+            flops=plan.flops * len(todo) // len(items),
+            seconds_total=time.perf_counter() - started,
+            seconds_read=sum(r.get("seconds_read", 0.0) for r in results),
+            seconds_compute=sum(r.get("seconds_compute", 0.0) for r in results),
+            seconds_write=sum(r.get("seconds_write", 0.0) for r in results),
+            peak_rss=max([machine.peak_rss(), *(r.get("peak_rss", 0) for r in results)]),
+            engine=kernel.engine,
+            schedule=plan.schedule,
+            expected_passes=plan.passes,
+            complete=kernel.complete,
+        )
         return kernel
 
     def _repair(
@@ -446,7 +446,7 @@ class _Job:
                     results.append(finish_group(work, group))
         return results
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> GramForecast:
         """The plan as numbers, with expected seconds from a timed product and a timed read."""
         files = None if self.options.overwrite else zarr_group.begun(self.out, self.memory, KNOWN)
         begun = None if files is None else self._opened(files)
@@ -460,30 +460,30 @@ class _Job:
         seconds = max(plan.flops / speed, plan.bytes_expected / read_speed)
         interval = accumulators / CHECKPOINT_SPEED / CHECKPOINT_SHARE
         item_seconds = seconds / len(plan.items)
-        return {
-            "kernel": self.out,
-            "shape": list(block_shape(plan.mode, plan.rows.n_examples, plan.cols.n_examples, plan.n_outputs)),
-            "mode": plan.mode,
-            "schedule": plan.schedule,
-            "engine": self.engine_name,
-            "precision": self.precision,
-            "passes": plan.passes,
-            "bytes_read": plan.bytes_expected,
-            "bytes_to_store": size,
-            "bytes_free": machine.free_disk(self.out) if self.out != "memory://" else self.memory,
-            "flops": plan.flops,
-            "memory": plan.memory_bytes,
-            "items_total": len(plan.items),
-            "begun": begun is not None,
-            "tiles_done": 0 if begun is None else tiles_done(begun),
-            "tiles_total": plan.tiles_total * max(1, len(leaves)),
-            "tile": plan.tile,
-            "slab_columns": plan.slab_columns,
-            "files": plan.grid[0] * (1 if plan.mode == "blocks" else plan.grid[1]) * max(1, len(leaves)),
-            "expected_seconds": seconds,
-            "expected_flops_per_second": speed,
-            "expected_seconds_lost_by_a_kill": min(interval, item_seconds),
-        }
+        return GramForecast(
+            kernel=self.out,
+            shape=list(block_shape(plan.mode, plan.rows.n_examples, plan.cols.n_examples, plan.n_outputs)),
+            mode=plan.mode,
+            schedule=plan.schedule,
+            engine=self.engine_name,
+            precision=self.precision,
+            passes=plan.passes,
+            bytes_read=plan.bytes_expected,
+            bytes_to_store=size,
+            bytes_free=machine.free_disk(self.out) if self.out != "memory://" else self.memory,
+            flops=plan.flops,
+            memory=plan.memory_bytes,
+            items_total=len(plan.items),
+            begun=begun is not None,
+            tiles_done=0 if begun is None else tiles_done(begun),
+            tiles_total=plan.tiles_total * max(1, len(leaves)),
+            tile=plan.tile,
+            slab_columns=plan.slab_columns,
+            files=plan.grid[0] * (1 if plan.mode == "blocks" else plan.grid[1]) * max(1, len(leaves)),
+            expected_seconds=seconds,
+            expected_flops_per_second=speed,
+            expected_seconds_lost_by_a_kill=min(interval, item_seconds),
+        )
 
     def _measured_speeds(self, plan: GramPlan) -> tuple[float, float]:
         """flop/s of one tile's product and bytes/s of one read, each timed twice and the second taken."""

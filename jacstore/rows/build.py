@@ -30,6 +30,7 @@ from jacstore.problem.parameters import state_among
 from jacstore.problem.problem import Prepared, Problem, prepare
 from jacstore.rows.device_pass import BatchRows, DevicePass
 from jacstore.rows.options import BuildOptions
+from jacstore.rows.reports import BuildForecast, BuildReport
 from jacstore.rows.row_check import RowCheck
 from jacstore.rows.trace.cut import Cut, cut_before_products, cut_with_rows
 from jacstore.rows.unit import SpareBlocks, Unit, refuse_other_inputs
@@ -119,7 +120,7 @@ def build(
     if state:
         warnings.warn(state, SelectedStateWarning, stacklevel=2)
     found = job.existing()
-    chosen, units_of = (found.resolved["codec"], options.unit_size) if found else job.choose()
+    chosen, units_of = (found.choices.codec, options.unit_size) if found else job.choose()
     writer = StoreWriter(
         out,
         job.leaves,
@@ -145,17 +146,17 @@ def build(
         refuse_other_inputs(writer, job.prepared.read)
         times = job.run(writer, listener, stop or (lambda: False))
     store = writer.store
-    store.report = writer.report(
+    store.built = BuildReport.of(
+        writer,
         started,
         seconds_compile=job.seconds_compile,
         **times,
-        codec=store.resolved["codec"],
         batch_size=job.device_pass.batch_size if job.device_pass else None,
     )
     return store
 
 
-def plan_build(problem: Problem, out: str | Path | None = None, **options: Any) -> dict[str, Any]:
+def plan_build(problem: Problem, out: str | Path | None = None, **options: Any) -> BuildForecast:
     """What `build` would do, with a timed batch; writes nothing. Options are those of `build`.
 
     Raises
@@ -398,11 +399,11 @@ class _Job:
         require_same(store, wanted, self.leaves, self.options.unit_size)
         return store
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> BuildForecast:
         """The plan as numbers, and whether storing pays against recomputing blocks of rows."""
         found = None if self.options.overwrite else self.begun()
         if found is not None:
-            self.options = replace(self.options, unit_size=found.unit_size, codec=found.resolved["codec"])
+            self.options = replace(self.options, unit_size=found.unit_size, codec=found.choices.codec)
         plan, codec = self.propose(DISK_SPEED)
         each = self.seconds_per_example()
         n, row_bytes = plan.n_examples, plan.bytes_stored
@@ -413,36 +414,35 @@ class _Job:
         recomputed = (blocks + 1) / 2
         seconds_stored = max(seconds_device, seconds_write) + row_bytes / (2 * DISK_SPEED)
         seconds_recomputed = recomputed * seconds_device
-        return {
-            "store": self.out,
-            "examples": n,
-            "outputs": plan.n_outputs,
-            "parameters": sum(leaf.size for leaf in self.leaves),
-            "terms": leaf_table(self.leaves, self.operands, plan.n_outputs),
-            "leaves": len(self.leaves),
-            "bytes_to_store": row_bytes,
-            "bytes_free": machine.free_disk(self.out) if self.out != "memory://" else self.memory,
-            "bytes_dense": n * plan.n_outputs * sum(leaf.size for leaf in self.leaves) * 4,
-            "begun": found is not None,
-            "units_done": 0 if found is None else len(found.ledger.done("unit")),
-            "units_total": plan.n_units,
-            "unit_size": plan.unit_size,
-            "batch_size": self.device_pass.batch_size if self.device_pass else 0,
-            "output_batch": self.device_pass.output_batch if self.device_pass else 0,
-            "batches": plan.n_units
-            * math.ceil(plan.unit_size / self.device_pass.batch_size if self.device_pass else 1),
-            "files": plan.n_files,
-            "codec": codec,
-            "memory": self.memory,
-            "device_pass_bytes": self.device_pass.bytes_needed if self.device_pass else 0,
-            "expected_seconds_compile": self.seconds_compile,
-            "expected_seconds_device": seconds_device,
-            "expected_seconds_write": seconds_write,
-            "recompute_passes": recomputed,
-            "expected_seconds_recompute": seconds_recomputed,
-            "expected_seconds_store": seconds_stored,
-            "storing_pays": seconds_stored < seconds_recomputed,
-        }
+        return BuildForecast(
+            store=self.out,
+            examples=n,
+            outputs=plan.n_outputs,
+            parameters=sum(leaf.size for leaf in self.leaves),
+            terms=leaf_table(self.leaves, self.operands, plan.n_outputs),
+            leaves=len(self.leaves),
+            bytes_to_store=row_bytes,
+            bytes_free=machine.free_disk(self.out) if self.out != "memory://" else self.memory,
+            bytes_dense=n * plan.n_outputs * sum(leaf.size for leaf in self.leaves) * 4,
+            begun=found is not None,
+            units_done=0 if found is None else len(found.ledger.done("unit")),
+            units_total=plan.n_units,
+            unit_size=plan.unit_size,
+            batch_size=self.device_pass.batch_size if self.device_pass else 0,
+            output_batch=self.device_pass.output_batch if self.device_pass else 0,
+            batches=plan.n_units * math.ceil(plan.unit_size / self.device_pass.batch_size if self.device_pass else 1),
+            files=plan.n_files,
+            codec=codec,
+            memory=self.memory,
+            device_pass_bytes=self.device_pass.bytes_needed if self.device_pass else 0,
+            expected_seconds_compile=self.seconds_compile,
+            expected_seconds_device=seconds_device,
+            expected_seconds_write=seconds_write,
+            recompute_passes=recomputed,
+            expected_seconds_recompute=seconds_recomputed,
+            expected_seconds_store=seconds_stored,
+            storing_pays=seconds_stored < seconds_recomputed,
+        )
 
 
 def _rows_in_order(

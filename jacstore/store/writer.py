@@ -7,7 +7,6 @@ the size and checksum of everything, put in place by rename. Only the record mak
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -155,23 +154,6 @@ class StoreWriter:
     def missing(self) -> list[tuple[int, int]]:
         """Example ranges of this part's units that are not finished, in order."""
         return [self.store.unit_range(unit) for unit in self.units if unit not in self._done]
-
-    def report(self, started: float, **more: Any) -> dict[str, Any]:
-        """What a build that began at `started` (`time.perf_counter()`) says of itself: counts, bytes, seconds."""
-        facts = self.store.info()
-        same = (
-            *("store", "examples", "outputs", "parameters", "units_total"),
-            *("bytes_stored", "bytes_dense", "complete", "zero_leaves"),
-        )
-        return {
-            **{key: facts[key] for key in same},
-            "leaves": len(self.leaves),
-            "units_computed": len(self.units) - len(self.missing) - self.reused,
-            "units_reused": self.reused,
-            "seconds_total": time.perf_counter() - started,
-            "peak_rss": machine.peak_rss(),
-            **more,
-        }
 
     def _recheck(self) -> None:
         """Make units unfinished again whose files are gone or torn, or which a reader or `verify` found damaged."""

@@ -30,6 +30,7 @@ from jacstore.errors import InvalidFunctionError, InvalidRequestError, RequestMi
 from jacstore.problem.inputs import Arrays, Dataset, Examples, Range, is_dataset, is_table
 from jacstore.problem.torch_problem import TorchProblem
 from jacstore.rows.options import BuildOptions
+from jacstore.rows.reports import TorchBuildReport
 from jacstore.rows.torch.audit import Audit, Differs
 from jacstore.rows.torch.choose_terms import WRONG
 from jacstore.rows.torch.device_pass import STEPS, TorchPass
@@ -151,14 +152,8 @@ class _Job:
                 self.found_wrong |= _otherwise(differs, passes, writer, self.options.part)
                 self.options, self.found = replace(self.options, overwrite=True), None
         store = writer.store
-        store.report = writer.report(
-            started,
-            **times,
-            seconds_compile=0.0,  # nothing is compiled
-            seconds_start=seconds,
-            codec=store.resolved["codec"],
-            batch_size=passes.batch_size,
-            vmap=passes.mapped,
+        store.built = TorchBuildReport.of(
+            writer, started, **times, seconds_start=seconds, batch_size=passes.batch_size, vmap=passes.mapped
         )
         return store
 
@@ -171,7 +166,7 @@ class _Job:
             passes.n_outputs,
             operands=passes.cut.operands,
             dtype=options.dtype,
-            codec=self.found.resolved["codec"] if self.found else self._codec(passes),
+            codec=self.found.choices.codec if self.found else self._codec(passes),
             unit_size=options.unit_size,
             memory=options.memory,
             outputs_dtype="float64" if options.float64 else "float32",
