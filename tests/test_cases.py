@@ -1203,7 +1203,7 @@ def test_case_35_many_outputs_are_taken_in_slices_that_fit(tmp_path):
     problem = mlp(3, sizes=(5, 4, 200))
     truth = dense_rows(problem)
     planned = jacstore.rows.build.plan_build(problem, None, memory="4MB", layout="dense")
-    assert planned["outputs"] == 200 and planned["output_batch"] < 200
+    assert planned.outputs == 200 and planned.output_batch < 200
     store = build(problem, tmp_path / "run.jac", memory="4MB", codec="none", layout="dense")
     assert row_error(rows_of(store), truth) <= FLOAT32
     np.testing.assert_allclose(

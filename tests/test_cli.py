@@ -36,8 +36,10 @@ import jacstore.cli.text
 from jacstore import StoreWriter, build
 from jacstore.base.events import silent
 from jacstore.base.machine import format_size
+from jacstore.rows.reports import BuildForecast
 from jacstore.storage.files import Folder
 from jacstore.storage.ledger import Lock
+from jacstore.store.reports import LeafFacts
 from jacstore.testing import TOLERANCE, mlp, row_error
 
 # Flags and keys of the contract.
@@ -426,7 +428,8 @@ def test_the_plan_of_a_build_is_printed_and_nothing_is_written(target, tmp_path)
 )
 def test_a_plan_in_which_storing_does_not_pay_says_what_to_do_instead(target, tmp_path, pays, passes, said, unsaid):
     facts = one_object("build", target, "--out", tmp_path / "run.jac", "--dry-run")
-    last = jacstore.cli.text.plan_build({**facts, "storing_pays": pays, "recompute_passes": passes}).splitlines()[-1]
+    facts |= {"terms": [LeafFacts(**leaf) for leaf in facts["terms"]], "storing_pays": pays, "recompute_passes": passes}
+    last = jacstore.cli.text.plan_build(BuildForecast(**facts)).splitlines()[-1]
     assert last.startswith("against it ") and said in last and unsaid not in last
 
 
@@ -579,16 +582,16 @@ def test_an_error_leaves_stdout_empty_whatever_the_flags(words, finished, tmp_pa
 
 
 WORDS = {
-    ("build", "--dtype"): ("store.metadata", "DTYPES"),
-    ("build", "--layout"): ("rows.build", "LAYOUTS"),
-    ("build", "--codec"): ("storage.chunks", "CODECS"),
+    ("build", "--dtype"): ("base.limits", "DTYPES"),
+    ("build", "--layout"): ("rows.options", "LAYOUTS"),
+    ("build", "--codec"): ("base.limits", "CODECS"),
     ("gram", "--mode"): ("base.modes", "Mode"),
-    ("gram", "--dtype"): ("kernels.gram", "KERNEL_DTYPES"),
+    ("gram", "--dtype"): ("kernels.plan.options", "KERNEL_DTYPES"),
     ("gram", "--precision"): ("base.limits", "PRECISIONS"),
-    ("gram", "--engine"): ("kernels.gram", "ENGINES"),
+    ("gram", "--engine"): ("kernels.plan.options", "ENGINES"),
     ("sample", "--likelihood"): ("operators.likelihoods", "LIKELIHOODS"),
     ("sample", "--method"): ("inference.posterior", "METHODS"),
-    ("sample", "--precision"): ("kernels.gram", "KERNEL_DTYPES"),
+    ("sample", "--precision"): ("kernels.plan.options", "KERNEL_DTYPES"),
 }
 
 
@@ -624,7 +627,7 @@ def test_help_shows_the_words_of_a_flag_and_another_word_is_one_line_with_all_of
 def test_debug_shows_the_traceback_and_the_line(finished, tmp_path):
     result = invoke("gram", finished, "--out", tmp_path / "run.ntk", "--scheduler", "half", "--debug")
     assert result.exit_code == 2 and result.stdout == ""
-    assert result.stderr.startswith("Traceback (most recent call last):") and "gram.py" in result.stderr
+    assert result.stderr.startswith("Traceback (most recent call last):") and "kernels/plan/options.py" in result.stderr
     assert result.stderr.splitlines()[-1].startswith("jacstore: --scheduler half")
 
 

@@ -18,8 +18,8 @@ from threadpoolctl import ThreadpoolController, threadpool_limits
 import jacstore
 import jacstore.kernels.engines.blas
 from jacstore import StoreWriter
-from jacstore.base.blas_threads import blas_threads
 from jacstore.base.modes import Mode
+from jacstore.base.threads import blas_threads
 from jacstore.errors import InvalidRequestError, RequestMismatchError
 from jacstore.kernels.context import Work
 from jacstore.kernels.engines.blas import LEAST_BLOCKS, LEAST_SPLIT, BlasEngine, _cut, symmetrize

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import jacstore
-import jacstore.base.blas_threads
 import jacstore.base.cgroups
+import jacstore.base.threads
 import jacstore.inference.factorize
 import jacstore.kernels.item
 from jacstore.base import machine
@@ -201,7 +201,7 @@ def test_a_gram_and_a_factorization_multiply_with_no_more_threads_than_the_quota
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     store = jacstore.build(mlp(7), None)
     asked: list[int | None] = []
-    real = jacstore.base.blas_threads.blas_threads
+    real = jacstore.base.threads.blas_threads
 
     def seen(count: int | None) -> contextlib.AbstractContextManager[None]:
         asked.append(count)

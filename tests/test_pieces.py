@@ -13,9 +13,10 @@ import zarr
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jacstore.base.limits import CODECS
 from jacstore.errors import DamagedDataError
 from jacstore.storage import zarr_group
-from jacstore.storage.chunks import CODECS, ArrayLayout, FileEncoder, FileRecord, decode, raw
+from jacstore.storage.chunks import ArrayLayout, FileEncoder, FileRecord, decode, raw
 from jacstore.storage.files import Folder
 from jacstore.store.unit_buffers import from_bfloat16, to_bfloat16
 

@@ -128,5 +128,5 @@ def test_leaves_that_are_zero_for_every_example_are_named(tmp_path):
     problem = replace(problem, apply=lambda p, x: used({k: v for k, v in p.items() if k != "mean"}, x), params=params)
     store = jacstore.build(problem, tmp_path / "run.jac", unit_size=2)
     assert store.report["zero_leaves"] == jacstore.open(tmp_path / "run.jac").info()["zero_leaves"] == ["mean"]
-    assert "zero for every example: mean;" in text.build(store.report)
+    assert "zero for every example: mean;" in text.build(store.built)
     assert jacstore.build(mlp(6), None).info()["zero_leaves"] == []

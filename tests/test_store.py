@@ -23,8 +23,9 @@ import jacstore
 import jacstore.storage.files
 from jacstore import StoreWriter
 from jacstore.base.events import UnitDone
+from jacstore.base.limits import CODECS
 from jacstore.errors import DamagedDataError, IncompleteError, InvalidRequestError, NonFiniteError, RequestMismatchError
-from jacstore.storage.chunks import CODECS, FileRecord, page_aligned, raw
+from jacstore.storage.chunks import FileRecord, page_aligned, raw
 from jacstore.storage.files import PAGE, STAGED, Folder, Memory
 from jacstore.store.reader import open_store
 from jacstore.store.unit_buffers import from_bfloat16, to_bfloat16

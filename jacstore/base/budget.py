@@ -30,8 +30,10 @@ ACCELERATOR: Shares = {"jacstore": Fraction(3, 4)}
 BUILD: Shares = {"unit_buffers": Fraction(1, 4), "device_pass": Fraction(1, 4), "row_check": Fraction(1, 16)}
 
 # `jacstore.torch.build`. As above, but what a pass takes is an estimate from what autograd keeps of one example, so
-# that it gets half of that share. Inputs, the audit by plain autograd and a store in RAM take the rest.
-TORCH_BUILD: Shares = {"unit_buffers": Fraction(1, 4), "device_pass": Fraction(1, 8)}
+# that it is chosen to fill half of that share, or of the accelerator's memory. Inputs, the audit by plain autograd and
+# a store in RAM take the rest.
+TORCH_BUILD: Shares = {"unit_buffers": Fraction(1, 4), "device_pass": Fraction(1, 4)}
+TORCH_PASS: Shares = {"estimated": Fraction(1, 2)}
 
 # What the layout of a store expects of a later `gram` with the same memory: a slab of all rows, one chunk wide, takes
 # an eighth of it. It is read and held once more in the order in which it is multiplied.
@@ -65,6 +67,7 @@ JOBS: Mapping[str, Shares] = {
     "accelerator": ACCELERATOR,
     "build": BUILD,
     "torch build": TORCH_BUILD,
+    "torch pass": TORCH_PASS,
     "layout": GRAM_SLAB,
     "gram on an accelerator": GRAM_ON_ACCELERATOR,
     "operator": OPERATOR,

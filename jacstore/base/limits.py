@@ -1,6 +1,9 @@
-"""Names and numbers that several parts of the package share: precisions, caps, sizes of blocks."""
+"""Names and numbers that several parts of the package share: precisions, types, caps, sizes of blocks."""
 
 PRECISIONS = ("float64", "float32", "fast")
+# What a store holds its rows as, and how its chunks may be compressed.
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+CODECS = ("none", "lz4", "zstd")
 MAX_FILES = 20_000
 MAX_ITEMS = 10_000
 # Wide slabs keep BLAS busy; beyond this depth a float32 product would lose digits before its float64 sum.

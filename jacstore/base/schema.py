@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
 from types import NoneType, UnionType
@@ -27,6 +27,14 @@ DEEPEST = 50
 
 class Open:
     """A dataclass that describes some of the fields of an object; others may stand beside them."""
+
+
+class Reported:
+    """A dataclass that is told to users: its fields are the keys of a JSON object."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)  # type: ignore[call-overload]
 
 
 def parse(data: bytes, name: str) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 """Words in, lines out: the command line over the public API.
 
-`commands` declares commands and flags, `terminal` runs one with progress and exit codes, `text` words the results,
-`predict` reads and writes the files of `jacstore predict`.
+`commands` declares commands, `flags` makes their flags from the options of builds and grams, `terminal` runs one with
+progress and exit codes, `text` words the results, `predict` reads and writes the files of `jacstore predict`.
 """

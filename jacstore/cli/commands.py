@@ -9,20 +9,15 @@ from typing import Any
 
 import click
 
-from jacstore.base.modes import Mode
 from jacstore.cli import text
+from jacstore.cli.flags import flags_of
 from jacstore.cli.terminal import Lines, OneLineErrors, Shared, Stop, Words, common, run, with_warnings
+from jacstore.kernels.plan.options import GramOptions
+from jacstore.rows.options import BuildOptions
 
-# The words of flags. tests/test_cli.py compares them with what the modules allow, which take seconds to import.
-DTYPES = Words("float32", "bfloat16", "float16", "float64")
-LAYOUTS = Words("auto", "dense", "factored")
-CODECS = Words("auto", "none", "lz4", "zstd")
-MODES = Words(*(mode.value for mode in Mode))
-KERNEL_DTYPES = Words("float64", "float32")
-PRECISIONS = Words("float64", "float32", "fast")
-PRODUCT_PRECISIONS = Words("float64", "float32")
-ENGINES = Words("auto", "blas", "xla")
+# The words of flags whose modules take seconds to import; tests/test_cli.py compares them with what those allow.
 LIKELIHOODS = Words("gaussian", "softmax")
+PRODUCT_PRECISIONS = Words("float64", "float32")
 METHODS = Words("auto", "perturb", "cg", "eigh", "lanczos", "ciq-dual", "ciq-primal", "ggn")
 
 # What the same command does after a signal, where it keeps nothing unfinished.
@@ -38,9 +33,8 @@ def main() -> None:
     """
 
 
-def _starting(command: Callable[..., Any]) -> Callable[..., Any]:
-    command = click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")(command)
-    return click.option("--overwrite", is_flag=True, help="Delete what is there and start over.")(command)
+def _planned(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")(command)
 
 
 def _keeping(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,22 +45,8 @@ def _keeping(command: Callable[..., Any]) -> Callable[..., Any]:
 @main.command()
 @click.argument("target")
 @click.option("--out", required=True, metavar="STORE", help="Folder of the store.")
-@click.option("--memory", metavar="SIZE", help="Host memory to use, such as 8GB. [default: half of what is available]")
-@click.option("--device-memory", metavar="SIZE", help="Accelerator memory to use. [default: three quarters of it]")
-@click.option("--dtype", type=DTYPES, default="float32", show_default=True, help="Type of the stored rows and factors.")
-@click.option(
-    "--layout", type=LAYOUTS, default="auto", show_default=True, help="Store rows, or factors where possible."
-)
-@click.option("--batch-size", type=int, metavar="N", help="Examples per device pass. [default: from the memory]")
-@click.option("--output-batch", type=int, metavar="N", help="Outputs per device pass. [default: from the memory]")
-@click.option(
-    "--unit-size", type=int, metavar="N", help="Examples per unit, the part that is resumed. [default: from the memory]"
-)
-@click.option("--codec", type=CODECS, default="auto", show_default=True, help="Compression. auto measures which pays.")
-@click.option("--examples", metavar="A:B", help="Only these examples; they define the N of the store.")
-@click.option("--part", metavar="I/N", help="Only part I of N, counted from 1; parts may run anywhere, in any order.")
-@click.option("--allow-nonfinite", is_flag=True, help="Store rows that hold NaN or infinity instead of stopping.")
-@_starting
+@flags_of(BuildOptions)
+@_planned
 @common
 def build(shared: Shared, target: str, out: str, dry_run: bool, **options: Any) -> None:
     """Compute the Jacobian rows of TARGET and store them.
@@ -75,7 +55,7 @@ def build(shared: Shared, target: str, out: str, dry_run: bool, **options: Any) 
     "problem". For PyTorch it is a jacstore.torch.TorchProblem.
     """
 
-    def work(lines: Lines, stop: Stop) -> dict[str, Any]:
+    def work(lines: Lines, stop: Stop) -> Any:
         import jacstore
         from jacstore.problem.torch_problem import TorchProblem
         from jacstore.rows.build import plan_build
@@ -84,68 +64,37 @@ def build(shared: Shared, target: str, out: str, dry_run: bool, **options: Any) 
         if isinstance(problem, TorchProblem):
             return _build_torch(problem, out, dry_run, listener=lines, stop=stop, **options)
         if dry_run:
-            del options["allow_nonfinite"]
             return plan_build(problem, out, **options)
-        return with_warnings(lambda: jacstore.build(problem, out, listener=lines, stop=stop, **options).report)
+        return with_warnings(lambda: jacstore.build(problem, out, listener=lines, stop=stop, **options).built)
 
     run(work, text.plan_build if dry_run else text.build, shared)
 
 
-def _build_torch(problem: Any, out: str, dry_run: bool, **options: Any) -> dict[str, Any]:
-    """Build from a PyTorch module; that build chooses by itself what the options refused here would set."""
+def _build_torch(problem: Any, out: str, dry_run: bool, **options: Any) -> Any:
     from jacstore import torch
     from jacstore.errors import InvalidRequestError
 
-    given = {name: options.pop(name) for name in ("device_memory", "output_batch", "codec", "examples")}
-    given |= {"codec": None if given["codec"] in ("auto", "none") else given["codec"], "dry_run": dry_run or None}
-    for name, value in given.items():
-        if value is not None:
-            raise InvalidRequestError(
-                f"--{name.replace('_', '-')}: not allowed where TARGET is a TorchProblem; leave it out"
-            )
-    return torch.build(problem, out=out, **options).report
+    if dry_run:
+        raise InvalidRequestError("--dry-run: not allowed where TARGET is a TorchProblem; leave it out")
+    return with_warnings(lambda: torch.build(problem, out=out, **options).built)
 
 
 @main.command()
 @click.argument("store")
 @click.argument("other", required=False)
 @click.option("--out", required=True, metavar="KERNEL", help="Folder of the kernel.")
-@click.option(
-    "--memory", metavar="SIZE", help="Host memory for all workers together. [default: half of what is available]"
-)
-@click.option("--device-memory", metavar="SIZE", help="Accelerator memory to use. [default: three quarters of it]")
-@click.option(
-    "--mode",
-    type=MODES,
-    default="full",
-    show_default=True,
-    help="All entries, their sum over outputs, one kernel per output, or each example with itself.",
-)
-@click.option("--dtype", type=KERNEL_DTYPES, default="float64", show_default=True, help="Type of the stored kernel.")
-@click.option(
-    "--precision",
-    type=PRECISIONS,
-    help="Type of the products; fast means 16-bit or TF32. [default: from the store]",
-)
-@click.option("--engine", type=ENGINES, default="auto", show_default=True, help="What multiplies: BLAS or JAX's XLA.")
-@click.option("--tile", type=int, metavar="N", help="Edge of a kernel tile in examples. [default: from the memory]")
-@click.option("--by-leaf", is_flag=True, help="Keep one kernel per parameter leaf.")
-@click.option("--triangle", is_flag=True, help="Store only tiles on and above the diagonal.")
-@click.option("--exact-diagonal", is_flag=True, help="Put the norms computed before rounding on the diagonal.")
-@click.option("--part", metavar="I/N", help="Only part I of N of the items, counted from 1.")
-@click.option("--scheduler", default="threads", show_default=True, help="threads, processes or tcp://HOST:PORT.")
-@click.option("--workers", type=int, metavar="N", help="Processes to share the work. [default: as many as there are]")
-@_starting
+@flags_of(GramOptions)
+@_planned
 @common
 def gram(shared: Shared, store: str, other: str | None, out: str, dry_run: bool, **options: Any) -> None:
     """Assemble the kernel J Jᵀ of STORE, or the rectangular kernel between STORE and OTHER."""
 
-    def work(lines: Lines, stop: Stop) -> dict[str, Any]:
+    def work(lines: Lines, stop: Stop) -> Any:
         from jacstore.kernels import gram as assembly
 
         if dry_run:
             return assembly.plan_for(store, other, out, **options)
-        return assembly.gram(store, other, out, listener=lines, stop=stop, **options).report
+        return assembly.gram(store, other, out, listener=lines, stop=stop, **options).assembled
 
     run(work, text.plan_gram if dry_run else text.gram, shared)
 
@@ -159,10 +108,10 @@ def info(shared: Shared, path: str) -> None:
     Exit code 3 if a record is damaged; the unit or tiles it describes count as missing.
     """
 
-    def work(lines: Lines, stop: Stop) -> dict[str, Any]:
+    def work(lines: Lines, stop: Stop) -> Any:
         import jacstore
 
-        return jacstore.open(path).info()
+        return jacstore.open(path).summary()
 
     run(work, text.info, shared, judge=text.damaged_records)
 
@@ -214,11 +163,10 @@ def verify(
     Exit code 3 if a check fails; the next build or gram then recomputes just what is wrong.
     """
 
-    def work(lines: Lines, stop: Stop) -> dict[str, Any]:
+    def work(lines: Lines, stop: Stop) -> Any:
         import jacstore
 
-        found = jacstore.verify(path, target, list(store) or None, samples=samples, full=full, memory=memory)
-        return found.to_dict()
+        return jacstore.verify(path, target, list(store) or None, samples=samples, full=full, memory=memory)
 
     run(work, text.verify, shared, judge=text.first_failure, at_once=ANEW)
 

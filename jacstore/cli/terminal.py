@@ -14,8 +14,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import click
 
@@ -23,6 +23,7 @@ from jacstore.base import leaving
 from jacstore.base.events import BatchDone, Event, ItemDone, Noted, SlabDone, Started, UnitDone, Waiting
 from jacstore.errors import DamagedDataError, InvalidRequestError, JacstoreError, one_line, printable
 
+T = TypeVar("T")
 SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1")
 # How often a signal is looked for where a system does not wake who waits, and how long work may take to end by itself.
 LOOK_SECONDS, GRACE_SECONDS = 0.1, 0.5
@@ -166,13 +167,15 @@ def common(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run(
-    work: Callable[[Lines, Stop], dict[str, Any]],
-    text: Callable[[dict[str, Any]], str],
+    work: Callable[[Lines, Stop], T],
+    text: Callable[[T], str],
     shared: Shared,
-    judge: Callable[[dict[str, Any]], str] = lambda report: "",
+    judge: Callable[[T], str] = lambda report: "",
     at_once: str | None = None,
 ) -> None:
-    """Do the work and print its report; turn errors, and what `judge` says about it, into one line and an exit code.
+    """Do the work and print its report, a dict or what has a `to_dict`.
+
+    Errors, and what `judge` says about the report, become one line and an exit code.
 
     With `at_once` a signal does not wait for the work; the words say what the same command does then.
     """
@@ -181,7 +184,7 @@ def run(
     try:
         report = work(lines, stop) if at_once is None else _interruptible(work, lines, stop, at_once)
         lines.close()
-        said = json.dumps(_plain(report)) if shared.as_json else text(report)
+        said = json.dumps(_plain(to_dict(report))) if shared.as_json else text(report)
         click.echo("\n".join(printable(line) for line in said.split("\n")))
         if judge(report):
             raise DamagedDataError(judge(report))
@@ -209,9 +212,13 @@ def run(
         _fail(problem.with_traceback(error.__traceback__), 2, shared.debug, stop)
 
 
-def _interruptible(
-    work: Callable[[Lines, Stop], dict[str, Any]], lines: Lines, stop: Stop, again: str
-) -> dict[str, Any]:
+def to_dict(report: Any) -> dict[str, Any]:
+    """A report as JSON."""
+    found: dict[str, Any] = report if isinstance(report, dict) else report.to_dict()
+    return found
+
+
+def _interruptible(work: Callable[[Lines, Stop], T], lines: Lines, stop: Stop, again: str) -> T:
     """What the work returns or raises. After a signal the process leaves, though LAPACK may run for minutes more.
 
     NumPy's LAPACK and BLAS let this thread run meanwhile. SciPy's do not: a signal waits for the call that runs.
@@ -235,14 +242,15 @@ def _interruptible(
             _leave(lines, stop, again)
     if found.error is not None:
         raise found.error
-    return found.report
+    report: T = found.report
+    return report
 
 
 @dataclass
 class _Outcome:
     """What work in another thread returned or raised."""
 
-    report: dict[str, Any] = field(default_factory=dict)
+    report: Any = None
     error: BaseException | None = None
 
 
@@ -294,7 +302,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def with_warnings(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def with_warnings(work: Callable[[], T]) -> T:
     """Do the work; print each of its warnings as one line on stderr."""
     import warnings
 

@@ -2,42 +2,50 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from jacstore.base.machine import format_size
+from jacstore.kernels.plan.reports import GramForecast, GramReport, KernelInfo
+from jacstore.rows.reports import BuildForecast, BuildReport
+from jacstore.store.reports import LeafFacts, StoreInfo
+
+if TYPE_CHECKING:
+    from jacstore.verification.report import Report
 
 PATHS_SHOWN = 5
 
 
-def _rows(r: dict[str, Any]) -> str:
-    return f"{r['examples']:,} examples x {r['outputs']} outputs x {r['parameters']:,} parameters"
+def _rows(r: StoreInfo | BuildReport | BuildForecast) -> str:
+    return f"{r.examples:,} examples x {r.outputs} outputs x {r.parameters:,} parameters"
 
 
-def _shape(r: dict[str, Any]) -> str:
-    return " x ".join(f"{n:,}" for n in r["shape"])
+def _shape(r: KernelInfo | GramReport | GramForecast) -> str:
+    return " x ".join(f"{n:,}" for n in r.shape)
 
 
-def _continued(r: dict[str, Any], what: str) -> list[str]:
+def _continued(begun: bool, where: str, done: int, total: int, what: str) -> list[str]:
     """What a run would find done, if there is anything to continue."""
-    where = r["store" if what == "units" else "kernel"]
-    return [f"continues {where}: {r[f'{what}_done']:,} of {r[f'{what}_total']:,} {what} done"] * bool(r["begun"])
+    return [f"continues {where}: {done:,} of {total:,} {what} done"] * begun
 
 
-def _memory(r: dict[str, Any]) -> str:
+def _memory(r: BuildForecast | GramForecast) -> str:
     """What a plan takes and, by name, what for."""
-    parts = ", ".join(f"{name} {format_size(size)}" for name, size in r["memory_parts"].items() if size)
-    return f"memory        {format_size(r['memory'])}" + (f": {parts}" if parts else "")
+    parts = ", ".join(f"{name} {format_size(size)}" for name, size in r.memory_parts.items() if size)
+    return f"memory        {format_size(r.memory)}" + (f": {parts}" if parts else "")
 
 
-def build(r: dict[str, Any]) -> str:
-    state = "complete" if r["complete"] else "part done, others are missing"
-    saved = f" in {r['seconds_total']:.1f} s ({r['seconds_compile']:.1f} s compiling)" if r["units_computed"] else ""
+def build(r: BuildReport) -> str:
+    state = "complete" if r.complete else "part done, others are missing"
+    compiling = f" ({r.seconds_compile:.1f} s compiling)" if r.seconds_compile else ""
+    saved = f" in {r.seconds_total:.1f} s{compiling}" if r.units_computed else ""
     return (
-        f"{r['store']}: {_rows(r)}, "
-        f"{format_size(r['bytes_stored'])} (float32 rows: {format_size(r['bytes_dense'])}), {state}\n"
-        f"{r['units_computed']} units computed, {r['units_reused']} reused of {r['units_total']}{saved}"
-        + "".join(f"\n{line}" for line in zero_leaves(r["zero_leaves"]))
+        f"{r.store}: {_rows(r)}, "
+        f"{format_size(r.bytes_stored)} (float32 rows: {format_size(r.bytes_dense)}), {state}\n"
+        f"{r.units_computed} units computed, {r.units_reused} reused of {r.units_total}{saved}"
+        + "".join(f"\n{line}" for line in zero_leaves(r.zero_leaves))
     )
 
 
@@ -49,45 +57,45 @@ def zero_leaves(paths: Sequence[str]) -> list[str]:
     return [f"zero for every example: {named}; if they are state or unused, leave them out with select="]
 
 
-def gram(r: dict[str, Any]) -> str:
-    state = "complete" if r["complete"] else "part done, others are missing"
+def gram(r: GramReport) -> str:
+    state = "complete" if r.complete else "part done, others are missing"
     done = ""
-    if r["items_computed"]:
+    if r.items_computed:
         done = (
-            f" in {r['seconds_total']:.1f} s, {r['passes']:.2f} passes over J ({format_size(r['bytes_read'])}), "
-            f"{r['flops'] / max(r['seconds_compute'], 1e-9) / 1e9:.0f} GFLOP/s with {r['engine']}"
+            f" in {r.seconds_total:.1f} s, {r.passes:.2f} passes over J ({format_size(r.bytes_read)}), "
+            f"{r.flops / max(r.seconds_compute, 1e-9) / 1e9:.0f} GFLOP/s with {r.engine}"
         )
     return (
-        f"{r['kernel']}: {_shape(r)}, mode {r['mode']}, {state}\n"
-        f"{r['tiles_computed']} tiles computed, {r['tiles_reused']} reused of {r['tiles_total']}{done}"
+        f"{r.kernel}: {_shape(r)}, mode {r.mode}, {state}\n"
+        f"{r.tiles_computed} tiles computed, {r.tiles_reused} reused of {r.tiles_total}{done}"
     )
 
 
-def plan_build(r: dict[str, Any]) -> str:
+def plan_build(r: BuildForecast) -> str:
     return "\n".join(
         [
-            *_continued(r, "units"),
-            f"{_rows(r)} in {r['leaves']} leaves",
-            f"to store      {format_size(r['bytes_to_store'])} before compression (codec {r['codec']}), "
-            f"{format_size(r['bytes_free'])} free",
-            f"files         {r['files']:,} in {r['units_total']:,} units of {r['unit_size']:,} examples",
-            f"device pass   {r['batches']:,} batches of {r['batch_size']} examples x {r['output_batch']} outputs, "
-            f"{format_size(r['device_pass_bytes'])}",
+            *_continued(r.begun, r.store, r.units_done, r.units_total, "units"),
+            f"{_rows(r)} in {r.leaves} leaves",
+            f"to store      {format_size(r.bytes_to_store)} before compression (codec {r.codec}), "
+            f"{format_size(r.bytes_free)} free",
+            f"files         {r.files:,} in {r.units_total:,} units of {r.unit_size:,} examples",
+            f"device pass   {r.batches:,} batches of {r.batch_size} examples x {r.output_batch} outputs, "
+            f"{format_size(r.device_pass_bytes)}",
             _memory(r),
-            f"expected      {r['expected_seconds_device']:.3g} s device, {r['expected_seconds_write']:.3g} s writing "
-            f"at 500 MB/s, {r['expected_seconds_compile']:.3g} s compiling; they overlap",
-            *_leaf_lines(r["terms"]),
-            f"against it    a kernel without a store computes J {r['recompute_passes']:.1f} times in this memory: "
-            f"{r['expected_seconds_recompute']:.3g} s against {r['expected_seconds_store']:.3g} s: {_verdict(r)}",
+            f"expected      {r.expected_seconds_device:.3g} s device, {r.expected_seconds_write:.3g} s writing "
+            f"at 500 MB/s, {r.expected_seconds_compile:.3g} s compiling; they overlap",
+            *_leaf_lines(r.terms),
+            f"against it    a kernel without a store computes J {r.recompute_passes:.1f} times in this memory: "
+            f"{r.expected_seconds_recompute:.3g} s against {r.expected_seconds_store:.3g} s: {_verdict(r)}",
         ]
     )
 
 
-def _verdict(r: dict[str, Any]) -> str:
+def _verdict(r: BuildForecast) -> str:
     """Whether storing pays for one kernel, and what to do instead where it does not."""
-    if r["storing_pays"]:
+    if r.storing_pays:
         return "storing pays"
-    if r["recompute_passes"] > 1:
+    if r.recompute_passes > 1:
         # What is kept in RAM would go to a temporary folder, which is storing again.
         return "storing does not pay for one kernel, and RAM does not hold J: give more --memory (memory=)"
     return (
@@ -96,60 +104,56 @@ def _verdict(r: dict[str, Any]) -> str:
     )
 
 
-def plan_gram(r: dict[str, Any]) -> str:
+def plan_gram(r: GramForecast) -> str:
     return "\n".join(
         [
-            *_continued(r, "tiles"),
-            f"{_shape(r)}, mode {r['mode']}, {r['precision']} products with {r['engine']}",
-            f"schedule      {r['schedule']}: {r['passes']:.2f} passes over J, {format_size(r['bytes_read'])} read",
-            f"to store      {format_size(r['bytes_to_store'])} in {r['files']:,} files, "
-            f"{format_size(r['bytes_free'])} free",
+            *_continued(r.begun, r.kernel, r.tiles_done, r.tiles_total, "tiles"),
+            f"{_shape(r)}, mode {r.mode}, {r.precision} products with {r.engine}",
+            f"schedule      {r.schedule}: {r.passes:.2f} passes over J, {format_size(r.bytes_read)} read",
+            f"to store      {format_size(r.bytes_to_store)} in {r.files:,} files, {format_size(r.bytes_free)} free",
             _memory(r),
-            f"work          {r['flops']:.3g} flop in {r['items_total']:,} items, {r['tiles_total']:,} tiles of "
-            f"{r['tile']:,} examples, slabs of {r['slab_columns']:,} columns",
-            f"expected      {r['expected_seconds']:.3g} s at {r['expected_flops_per_second'] / 1e9:.0f} GFLOP/s; "
-            f"a kill loses at most about {r['expected_seconds_lost_by_a_kill']:.3g} s",
+            f"work          {r.flops:.3g} flop in {r.items_total:,} items, {r.tiles_total:,} tiles of "
+            f"{r.tile:,} examples, slabs of {r.slab_columns:,} columns",
+            f"expected      {r.expected_seconds:.3g} s at {r.expected_flops_per_second / 1e9:.0f} GFLOP/s; "
+            f"a kill loses at most about {r.expected_seconds_lost_by_a_kill:.3g} s",
         ]
     )
 
 
-def verify(r: dict[str, Any]) -> str:
+def verify(r: Report) -> str:
     def number(value: float | None) -> str:
-        return "" if value is None else f"{value:.3g}"
+        return f"{value:.3g}" if value is not None and math.isfinite(value) else ""
 
-    width = max(len(check["name"]) for check in r["checks"])
+    width = max(len(check.name) for check in r.checks)
     lines = [f"{'check':{width}}  {'':7}  {'figure':>10}  {'bound':>10}"]
-    for check in r["checks"]:
-        figure, bound = number(check["figure"]), number(check["bound"])
-        lines.append(
-            f"{check['name']:{width}}  {check['state']:7}  {figure:>10}  {bound:>10}  {check['where']}".rstrip()
-        )
-    count = {state: sum(check["state"] == state for check in r["checks"]) for state in ("ok", "failed", "skipped")}
+    for check in r.checks:
+        figure, bound = number(check.figure), number(check.bound)
+        lines.append(f"{check.name:{width}}  {check.state:7}  {figure:>10}  {bound:>10}  {check.where}".rstrip())
+    count = {state: sum(check.state == state for check in r.checks) for state in ("ok", "failed", "skipped")}
     counts = ", ".join(f"{n} {state}" for state, n in count.items() if n)
-    lines.append(f"{r['path']}: {r['kind']}, {counts} in {r['seconds_total']:.1f} s")
+    lines.append(f"{r.path}: {r.kind}, {counts} in {r.seconds_total:.1f} s")
     if count["skipped"]:
-        left_out = [check["name"] for check in r["checks"] if check["state"] == "skipped"]
+        left_out = [check.name for check in r.checks if check.state == "skipped"]
         lines.append(f"not checked: {', '.join(left_out)}")
-    if r["to_recompute"]:
-        again = "build" if r["kind"] == "store" else "gram"
-        shown = ", ".join(r["to_recompute"][:5]) + (", …" if len(r["to_recompute"]) > 5 else "")
+    if r.to_recompute:
+        again = "build" if r.kind == "store" else "gram"
+        shown = ", ".join(r.to_recompute[:5]) + (", …" if len(r.to_recompute) > 5 else "")
         lines.append(f"running the same {again} again recomputes {shown}")
     return "\n".join(lines)
 
 
-def first_failure(r: dict[str, Any]) -> str:
-    failed = [check for check in r["checks"] if check["state"] == "failed"]
-    return f"{r['path']}: {failed[0]['name']} failed: {failed[0]['where']}" if failed else ""
+def first_failure(r: Report) -> str:
+    return "".join(f"{r.path}: {check.name} failed: {check.where}" for check in r.failures[:1])
 
 
-def _leaf_lines(table: list[dict[str, Any]]) -> list[str]:
+def _leaf_lines(table: Sequence[LeafFacts]) -> list[str]:
     """For each leaf its terms, why these, and what is stored for an example instead of its rows."""
-    width = max(len(leaf["path"]) for leaf in table)
+    width = max(len(leaf.path) for leaf in table)
     return [
         "leaves: terms, numbers stored per example, of those that rows would take",
         *(
-            f"  {leaf['path']:{width}}  {'x'.join(map(str, leaf['shape'])):>16}  {'+'.join(leaf['terms']):10} "
-            f"{leaf['numbers']:>12,} of {leaf['numbers_dense']:>12,}  {leaf['why']}"
+            f"  {leaf.path:{width}}  {'x'.join(map(str, leaf.shape)):>16}  {'+'.join(leaf.terms):10} "
+            f"{leaf.numbers:>12,} of {leaf.numbers_dense:>12,}  {leaf.why}"
             for leaf in table
         ),
     ]
@@ -166,39 +170,42 @@ def _error_line(n: dict[str, Any]) -> str:
     )
 
 
-def damaged_records(r: dict[str, Any]) -> str:
-    of_store = "store" in r
-    damaged = r["units_damaged" if of_store else "groups_damaged"]
+def damaged_records(r: StoreInfo | KernelInfo) -> str:
+    if isinstance(r, KernelInfo):
+        return _damaged(r.kernel, "group of tiles", r.groups_damaged, "gram")
+    return _damaged(r.store, "unit", r.units_damaged, "build")
+
+
+def _damaged(path: str, what: str, damaged: Sequence[int], command: str) -> str:
     if not damaged:
         return ""
-    what, path, command = ("unit", r["store"], "build") if of_store else ("group of tiles", r["kernel"], "gram")
     numbers = ", ".join(map(str, damaged[:5])) + (" and others" if len(damaged) > 5 else "")
     return f"{path}: the record of {what} {numbers} is damaged; run the same {command} again to recompute it"
 
 
-def info(r: dict[str, Any]) -> str:
-    if "store" in r:
+def info(r: StoreInfo | KernelInfo) -> str:
+    if isinstance(r, StoreInfo):
         lines = [
-            f"{r['store']}: store, {_rows(r)}",
-            f"{r['dtype']}, codecs {', '.join(r['codecs'])}, {format_size(r['bytes_stored'])} "
-            f"(float32 rows: {format_size(r['bytes_dense'])})",
-            f"{'complete' if r['complete'] else 'incomplete'}: {r['units_done']} of {r['units_total']} units",
-            f"zero rows: {r['zero_rows']}, examples with NaN or infinity: {len(r['nonfinite_examples'])}",
-            *zero_leaves(r["zero_leaves"]),
-            _error_line(r["numerics"]),
-            *_leaf_lines(r["leaves"]),
+            f"{r.store}: store, {_rows(r)}",
+            f"{r.dtype}, codecs {', '.join(r.codecs)}, {format_size(r.bytes_stored)} "
+            f"(float32 rows: {format_size(r.bytes_dense)})",
+            f"{'complete' if r.complete else 'incomplete'}: {r.units_done} of {r.units_total} units",
+            f"zero rows: {r.zero_rows}, examples with NaN or infinity: {len(r.nonfinite_examples)}",
+            *zero_leaves(r.zero_leaves),
+            _error_line(r.numerics),
+            *_leaf_lines(r.leaves),
         ]
-        if r["left_out"]:
-            lines += ["left out:", *(f"  {path}  {why}" for path, why in r["left_out"])]
+        if r.left_out:
+            lines += ["left out:", *(f"  {path}  {why}" for path, why in r.left_out)]
         return "\n".join(lines)
     return "\n".join(
         [
-            f"{r['kernel']}: kernel, mode {r['mode']}, {_shape(r)}, {r['dtype']}",
-            f"{r['precision']} products with {r['engine']}, {r['schedule']}, {format_size(r['bytes_stored'])}",
-            f"{'complete' if r['complete'] else 'incomplete'}: {r['tiles_done']} of {r['tiles_total']} tiles",
-            _error_line(r["numerics"]) + (", exact norms on the diagonal" if r["exact_diagonal"] else ""),
-            f"from {', '.join(r['stores'])}",
-            *(f"kept beside it: {_kept(kept)}" for kept in r["kept"]),
+            f"{r.kernel}: kernel, mode {r.mode}, {_shape(r)}, {r.dtype}",
+            f"{r.precision} products with {r.engine}, {r.schedule}, {format_size(r.bytes_stored)}",
+            f"{'complete' if r.complete else 'incomplete'}: {r.tiles_done} of {r.tiles_total} tiles",
+            _error_line(r.numerics) + (", exact norms on the diagonal" if r.exact_diagonal else ""),
+            f"from {', '.join(r.stores)}",
+            *(f"kept beside it: {_kept(asdict(kept))}" for kept in r.kept),
         ]
     )
 

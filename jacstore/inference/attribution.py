@@ -23,13 +23,13 @@ import numpy as np
 from dask.base import compute
 from scipy.special import softmax
 
-from jacstore.base.indexing import resolve
 from jacstore.errors import InvalidRequestError
 from jacstore.inference.kernel_factor import KernelFactor
 from jacstore.inference.kernel_matrix import Gram, as_columns, cross_gram
 from jacstore.inference.linalg.cholesky_eigh import PANEL
 from jacstore.inference.weighted_kernels import whole_examples
 from jacstore.kernels.kernel import Kernel
+from jacstore.storage.indexing import resolve
 
 LOSSES = ("squared", "softmax")
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from jacstore.base.blas_threads import blas_threads
 from jacstore.base.machine import limited_cores
+from jacstore.base.threads import blas_threads
 from jacstore.errors import InvalidRequestError
 from jacstore.inference.kept_factors import kept_for
 from jacstore.inference.kernel_matrix import Gram, require_memory

@@ -20,8 +20,7 @@ import numpy as np
 from jacstore.base import machine
 from jacstore.base.budget import Budget
 from jacstore.base.events import Listener, Started, silent
-from jacstore.base.limits import PRECISIONS
-from jacstore.base.machine import format_size, parse_size
+from jacstore.base.machine import format_size
 from jacstore.base.precision import entry_error
 from jacstore.errors import DamagedDataError, InvalidRequestError, LockedError
 from jacstore.kernels.context import Work, common_dtype, make_engine
@@ -31,7 +30,9 @@ from jacstore.kernels.finish import finish_group
 from jacstore.kernels.kernel import LEAVES, WHOLE, Kernel, expected_bytes, layouts
 from jacstore.kernels.lazy import as_mode, as_store, default_precision, made_alike, refuse_unlike
 from jacstore.kernels.metadata import check_plan_for
+from jacstore.kernels.plan.options import GramOptions
 from jacstore.kernels.plan.plan import GramPlan, Step
+from jacstore.kernels.plan.reports import GramForecast, GramReport
 from jacstore.kernels.plan.schedule import plan_gram, worker_parts
 from jacstore.kernels.plan.steps import plan_steps
 from jacstore.kernels.repair import repair_tiles
@@ -43,8 +44,6 @@ from jacstore.storage.kept_arrays import FACTORS
 from jacstore.storage.ledger import Lock, compare_requested
 from jacstore.store.reader import JacobianStore, open_store, operand_array
 
-KERNEL_DTYPES = ("float64", "float32")
-ENGINES = ("auto", "blas", "xla")
 KNOWN = (WHOLE, LEAVES, FACTORS, "partials", "checkpoints")
 
 
@@ -120,33 +119,15 @@ def gram(
         With `.report`: the keys of `jacstore gram --json`.
     """
     started = time.perf_counter()
+    options = GramOptions.among(locals())
     if other is not None and out is None and not isinstance(other, JacobianStore):
         other, out = None, other
-    job = _Job(
-        store,
-        other,
-        out,
-        memory=memory,
-        device_memory=device_memory,
-        mode=mode,
-        dtype=dtype,
-        precision=precision,
-        engine=engine,
-        tile=tile,
-        by_leaf=by_leaf,
-        triangle=triangle,
-        exact_diagonal=exact_diagonal,
-        part=part,
-        scheduler=scheduler,
-        workers=workers,
-    )
-    kernel = job.create(overwrite, listener)
+    job = _Job(store, other, out, options)
+    kernel = job.create(listener)
     return job.run(kernel, started, listener, stop or (lambda: False))
 
 
-def plan_for(
-    store: JacobianStore | str | Path, other: Any = None, out: Any = None, *, overwrite: bool = False, **options: Any
-) -> dict[str, Any]:
+def plan_for(store: JacobianStore | str | Path, other: Any = None, out: Any = None, **options: Any) -> GramForecast:
     """What `gram` would do, with timed products and reads; writes nothing. Options are those of `gram`.
 
     Raises
@@ -154,7 +135,7 @@ def plan_for(
     InvalidRequestError
         As `gram` would, where a kernel of another request or a folder of others is at `out`.
     """
-    return _Job(store, other, out, **options).describe(overwrite)
+    return _Job(store, other, out, GramOptions(**options)).describe()
 
 
 def _accelerator_is_likely() -> bool:
@@ -172,50 +153,41 @@ class _Job:
         store: JacobianStore | str | Path,
         other: JacobianStore | str | Path | None,
         out: str | Path | None,
-        *,
-        memory: int | str | None = None,
-        device_memory: int | str | None = None,
-        mode: str = "full",
-        dtype: str = "float64",
-        precision: str | None = None,
-        engine: str = "auto",
-        tile: int | None = None,
-        by_leaf: bool = False,
-        triangle: bool = False,
-        exact_diagonal: bool = False,
-        part: tuple[int, int] | str | None = None,
-        scheduler: str = "threads",
-        workers: int | None = None,
+        options: GramOptions,
     ) -> None:
+        self.options = options
         self.rows = as_store(store)
         self.cols = None if other is None else as_store(other)
-        self.mode = as_mode(mode, self.cols)
+        self.mode = as_mode(options.mode, self.cols)
         self.out = "memory://" if out is None else str(out)
-        self.memory = machine.default_memory(memory)
-        self.device_memory = parse_size(device_memory, "--device-memory")
-        for name, given, allowed in (
-            ("dtype", dtype, KERNEL_DTYPES),
-            ("precision", precision or "float32", PRECISIONS),
-            ("engine", engine, ENGINES),
-        ):
-            if given not in allowed:
-                raise InvalidRequestError(f"--{name} {given}: allowed are {', '.join(allowed)} ({name}=)")
-        tile, workers = zarr_group.parse_count(tile, "--tile"), zarr_group.parse_count(workers, "--workers")
-        if scheduler not in ("threads", "processes") and "://" not in scheduler:
-            raise InvalidRequestError(
-                f"--scheduler {scheduler}: allowed are threads, processes or an address (scheduler=)"
-            )
-        if scheduler == "threads" and (workers or 1) > 1:
-            raise InvalidRequestError(
-                "--workers: threads run one item at a time on all cores; use --scheduler processes (scheduler=)"
-            )
+        self.memory, self.device_memory, self.part = options.memory, options.device_memory, options.part
+        self.dtype, self.triangle = options.dtype, options.triangle
+        self.scheduler, self.workers, self.tile = options.scheduler, options.workers, options.tile
+        self._refuse_stores()
+        self.precision = options.precision or default_precision(self.rows, self.cols)
+        self.engine_name = self._choose_engine(options.engine)
+        self.requested = {
+            "store": self.rows.identity(),
+            "other": None if self.cols is None else self.cols.identity(),
+            "mode": options.mode,
+            "dtype": options.dtype,
+            "precision": self.precision,
+            "engine": options.engine,
+            "tile": options.tile,
+            "by_leaf": options.by_leaf,
+            "triangle": options.triangle,
+            "exact_diagonal": options.exact_diagonal,
+            "parts": options.part[1],
+        }
+
+    def _refuse_stores(self) -> None:
+        """Refuse stores that are unfinished or unlike each other, and options that do not go with them."""
         in_ram = [s.path for s in (self.rows, self.cols) if s is not None and not isinstance(s.files, Folder)]
-        if in_ram and scheduler != "threads":
+        if in_ram and self.scheduler != "threads":
             raise InvalidRequestError(
-                f"--scheduler {scheduler}: a store in RAM cannot go to other processes; use --scheduler threads "
+                f"--scheduler {self.scheduler}: a store in RAM cannot go to other processes; use --scheduler threads "
                 "(scheduler=) or build the store on disk (--out, out=)"
             )
-        self.part = zarr_group.parse_part(part)
         self.rows.require_complete()
         if self.cols is not None:
             self.cols.require_complete()
@@ -223,43 +195,18 @@ class _Job:
             if self.cols.identity() == self.rows.identity():
                 # A store with itself is symmetric: half the work.
                 self.cols = None
-        if exact_diagonal and self.cols is not None:
+        if self.options.exact_diagonal and self.cols is not None:
             raise InvalidRequestError(
                 "--exact-diagonal: a kernel between two stores has no diagonal; leave it out (exact_diagonal=)"
             )
-        if triangle and self.cols is not None:
+        if self.triangle and self.cols is not None:
             raise InvalidRequestError(
                 "--triangle: a kernel between two stores has no mirrored half; leave it out (triangle=)"
             )
-        if triangle and self.mode.within_examples:
-            raise InvalidRequestError(
-                f"--triangle: mode {self.mode} holds nothing off the diagonal; leave it out (triangle=)"
-            )
-        self.precision = precision or default_precision(self.rows, self.cols)
-        self.engine_name = self._choose_engine(engine)
-        self.scheduler, self.workers, self.tile, self.by_leaf = scheduler, workers, tile, by_leaf
-        self.requested = {
-            "store": self.rows.identity(),
-            "other": None if self.cols is None else self.cols.identity(),
-            "mode": self.mode.value,
-            "dtype": dtype,
-            "precision": self.precision,
-            "engine": engine,
-            "tile": tile,
-            "by_leaf": by_leaf,
-            "triangle": triangle,
-            "exact_diagonal": exact_diagonal,
-            "parts": self.part[1],
-        }
-        self.dtype, self.triangle = dtype, triangle
 
     def _choose_engine(self, asked: str) -> str:
         if asked == "auto":
             return "xla" if self.precision == "fast" or _accelerator_is_likely() else "blas"
-        if asked == "blas" and self.precision == "fast":
-            raise InvalidRequestError(
-                "--precision fast: BLAS has no 16-bit products; use --engine xla (engine=) or float32 (precision=)"
-            )
         return asked
 
     @property
@@ -301,7 +248,7 @@ class _Job:
             workers=self.share,
             machines=self.part[1],
             tile=self.tile,
-            leaf_borders=starts if self.by_leaf else None,
+            leaf_borders=starts if self.options.by_leaf else None,
             steps=steps,
             factor_bytes=(self.rows.factor_bytes, (self.cols or self.rows).factor_bytes),
             engine_copies=(engine.slab_copies, engine.tile_copies),
@@ -328,12 +275,12 @@ class _Job:
         running = min(self.share, len(plan.items))
         return {**self._memory_held(), **{name: size * running for name, size in of_worker.items()}}
 
-    def create(self, overwrite: bool, listener: Listener) -> Kernel:
+    def create(self, listener: Listener) -> Kernel:
         """The kernel to work on: a new one, or the one that was begun with the same request."""
         files = zarr_group.place(self.out, 2**62 if self.out == "memory://" else self.memory)
         if not isinstance(files, Folder) and self.scheduler != "threads":
             raise InvalidRequestError("a kernel in RAM needs --scheduler threads (scheduler=); or give --out (out=)")
-        with zarr_group.creating(files, self.out, KNOWN, overwrite, listener):
+        with zarr_group.creating(files, self.out, KNOWN, self.options.overwrite, listener):
             if files.size(zarr_group.ROOT) is None:
                 self._create(files)
             kernel = self._opened(files)
@@ -377,7 +324,7 @@ class _Job:
     def _create(self, files: Files) -> None:
         plan = self.plan()
         self._refuse_overflow()
-        leaves = [leaf.path for leaf in self.rows.leaves] if self.by_leaf else []
+        leaves = [leaf.path for leaf in self.rows.leaves] if self.options.by_leaf else []
         if isinstance(files, Folder):
             needed = expected_bytes(plan, leaves, np.dtype(self.dtype).itemsize, self.triangle)
             free = machine.free_disk(files.root)
@@ -450,32 +397,31 @@ class _Job:
         tiles_computed = tiles_done(kernel) - tiles_before
         stored = self.rows.bytes_decoded + (0 if self.cols is None else self.cols.bytes_decoded)
         decoded = sum(r.get("decoded_bytes", 0) for r in results)
-        kernel.report = {
-            "kernel": kernel.path,
-            "rows": kernel.shape[-2],
-            "columns": kernel.shape[-1],
-            "shape": list(kernel.shape),
-            "mode": kernel.mode,
-            "tiles_total": plan.tiles_total * len(kernel.layouts),
-            "tiles_computed": tiles_computed,
-            "tiles_reused": tiles_before,
-            "items_total": len(items),
-            "items_computed": len(todo),
-            "items_reused": len(mine) - len(todo),
-            "passes": decoded / stored,
-            "bytes_read": sum(r.get("bytes_read", 0) for r in results),
-            "flops": plan.flops * len(todo) // len(items),
-            "seconds_total": time.perf_counter() - started,
-            **{
-                key: sum(r.get(key, 0.0) for r in results)
-                for key in ("seconds_read", "seconds_compute", "seconds_write")
-            },
-            "peak_rss": max([machine.peak_rss(), *(r.get("peak_rss", 0) for r in results)]),
-            "engine": kernel.resolved["engine"],
-            "schedule": plan.schedule,
-            "expected_passes": plan.passes,
-            "complete": kernel.complete,
-        }
+        kernel.assembled = GramReport(
+            kernel=kernel.path,
+            rows=kernel.shape[-2],
+            columns=kernel.shape[-1],
+            shape=list(kernel.shape),
+            mode=kernel.mode,
+            tiles_total=plan.tiles_total * len(kernel.layouts),
+            tiles_computed=tiles_computed,
+            tiles_reused=tiles_before,
+            items_total=len(items),
+            items_computed=len(todo),
+            items_reused=len(mine) - len(todo),
+            passes=decoded / stored,
+            bytes_read=sum(r.get("bytes_read", 0) for r in results),
+            flops=plan.flops * len(todo) // len(items),
+            seconds_total=time.perf_counter() - started,
+            seconds_read=sum(r.get("seconds_read", 0.0) for r in results),
+            seconds_compute=sum(r.get("seconds_compute", 0.0) for r in results),
+            seconds_write=sum(r.get("seconds_write", 0.0) for r in results),
+            peak_rss=max([machine.peak_rss(), *(r.get("peak_rss", 0) for r in results)]),
+            engine=kernel.engine,
+            schedule=plan.schedule,
+            expected_passes=plan.passes,
+            complete=kernel.complete,
+        )
         return kernel
 
     def _repair(
@@ -520,15 +466,15 @@ class _Job:
                     results.append(finish_group(work, group))
         return results
 
-    def describe(self, overwrite: bool) -> dict[str, Any]:
+    def describe(self) -> GramForecast:
         """The plan as numbers, with expected seconds from a timed product and a timed read."""
-        files = None if overwrite else zarr_group.begun(self.out, self.memory, KNOWN)
+        files = None if self.options.overwrite else zarr_group.begun(self.out, self.memory, KNOWN)
         begun = None if files is None else self._opened(files)
         if begun is not None:
             self._refuse_larger_plan(begun)
         plan = self.plan() if begun is None else begun.plan
         speed, read_speed = self._measured_speeds(plan)
-        leaves = [leaf.path for leaf in self.rows.leaves] if self.by_leaf else []
+        leaves = [leaf.path for leaf in self.rows.leaves] if self.options.by_leaf else []
         size = expected_bytes(plan, leaves, np.dtype(self.dtype).itemsize, self.triangle)
         accumulators = 8 * max(
             sum(int(np.prod(plan.tile_shape(i, j))) for i, j in plan.tiles_of(group)) for group in plan.groups
@@ -536,32 +482,32 @@ class _Job:
         seconds = max(plan.flops / speed, plan.bytes_expected / read_speed)
         interval = accumulators / CHECKPOINT_SPEED / CHECKPOINT_SHARE
         item_seconds = seconds / len(plan.items)
-        return {
-            "kernel": self.out,
-            "shape": list(plan.mode.shape(plan.rows.n_examples, plan.cols.n_examples, plan.n_outputs)),
-            "mode": plan.mode.value,
-            "schedule": plan.schedule,
-            "engine": self.engine_name,
-            "precision": self.precision,
-            "passes": plan.passes,
-            "bytes_read": plan.bytes_expected,
-            "bytes_to_store": size,
-            "bytes_free": machine.free_disk(self.out) if self.out != "memory://" else self.memory,
-            "flops": plan.flops,
-            "memory": plan.memory_bytes,
+        return GramForecast(
+            kernel=self.out,
+            shape=list(plan.mode.shape(plan.rows.n_examples, plan.cols.n_examples, plan.n_outputs)),
+            mode=plan.mode.value,
+            schedule=plan.schedule,
+            engine=self.engine_name,
+            precision=self.precision,
+            passes=plan.passes,
+            bytes_read=plan.bytes_expected,
+            bytes_to_store=size,
+            bytes_free=machine.free_disk(self.out) if self.out != "memory://" else self.memory,
+            flops=plan.flops,
+            memory=plan.memory_bytes,
             # Nothing is computed any more for a kernel that is complete.
-            "memory_parts": {} if begun is not None and begun.complete else self.memory_parts(plan),
-            "items_total": len(plan.items),
-            "begun": begun is not None,
-            "tiles_done": 0 if begun is None else tiles_done(begun),
-            "tiles_total": plan.tiles_total * max(1, len(leaves)),
-            "tile": plan.tile,
-            "slab_columns": plan.slab_columns,
-            "files": plan.tiles_stored * max(1, len(leaves)),
-            "expected_seconds": seconds,
-            "expected_flops_per_second": speed,
-            "expected_seconds_lost_by_a_kill": min(interval, item_seconds),
-        }
+            memory_parts={} if begun is not None and begun.complete else self.memory_parts(plan),
+            items_total=len(plan.items),
+            begun=begun is not None,
+            tiles_done=0 if begun is None else tiles_done(begun),
+            tiles_total=plan.tiles_total * max(1, len(leaves)),
+            tile=plan.tile,
+            slab_columns=plan.slab_columns,
+            files=plan.tiles_stored * max(1, len(leaves)),
+            expected_seconds=seconds,
+            expected_flops_per_second=speed,
+            expected_seconds_lost_by_a_kill=min(interval, item_seconds),
+        )
 
     def _measured_speeds(self, plan: GramPlan) -> tuple[float, float]:
         """flop/s of one tile's product and bytes/s of one read, each timed twice and the second taken."""

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from jacstore.base import machine
-from jacstore.base.blas_threads import blas_threads
 from jacstore.base.events import CheckpointDone, Listener, SlabDone, silent
+from jacstore.base.threads import blas_threads
 from jacstore.errors import JacstoreError, RunInterruptedError
 from jacstore.kernels.context import Work
 from jacstore.kernels.finish import partial_name, write_tiles

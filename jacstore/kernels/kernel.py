@@ -7,21 +7,22 @@ import math
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
 import dask.array as da
 import numpy as np
 
-from jacstore.base.indexing import resolve
-from jacstore.base.schema import Open, short_hash, typed
+from jacstore.base.schema import Open, Reported, short_hash, typed
 from jacstore.errors import DamagedDataError, IncompleteError, InvalidRequestError
 from jacstore.kernels.metadata import KernelAttributes, check_kernel
 from jacstore.kernels.plan.plan import GramPlan
+from jacstore.kernels.plan.reports import KernelInfo
 from jacstore.storage import zarr_group
 from jacstore.storage.chunks import ArrayLayout, FileEncoder, FileRecord, check_file, decode, page_aligned, raw
 from jacstore.storage.files import Files, Folder
+from jacstore.storage.indexing import resolve
 from jacstore.storage.kept_arrays import KeptFactorization, kept_factorizations
 from jacstore.storage.ledger import FORMAT_VERSION, Ledger, readable
 
@@ -93,7 +94,8 @@ class Kernel:
         self.files = files
         self._scratch = threading.local()
         self.path = where
-        self.report: dict[str, Any] = {}
+        # What the gram that returned this kernel says of itself.
+        self.assembled: Reported | None = None
         attributes = zarr_group.read_attributes(files, where)
         if attributes["kind"] != "kernel":
             raise InvalidRequestError(f"{where} is a {attributes['kind']}, not a kernel; give the path of a kernel")
@@ -125,6 +127,11 @@ class Kernel:
     def __repr__(self) -> str:
         state = "complete" if self.complete else "incomplete"
         return f"<Kernel {self.path}: {self.mode} {self.shape}, {self.dtype}, {state}>"
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """The keys of `jacstore gram --json`; empty if this kernel was opened."""
+        return {} if self.assembled is None else self.assembled.to_dict()
 
     @property
     def engine(self) -> str:
@@ -228,36 +235,40 @@ class Kernel:
 
     def info(self) -> dict[str, Any]:
         """Sizes, choices and state, as `jacstore info --json` prints them; tiles of a damaged record are not done."""
+        return self.summary().to_dict()
+
+    def summary(self) -> KernelInfo:
+        """The same as a value."""
         plan = self.plan
         records, damaged = readable(self.record, self.ledger.done("tiles"))
-        return {
-            "kernel": self.path,
-            "stores": self.store_paths,
-            "mode": self.mode,
-            "rows": self.shape[-2],
-            "columns": self.shape[-1],
-            "shape": list(self.shape),
-            "examples": [plan.rows.n_examples, plan.cols.n_examples],
-            "outputs": plan.n_outputs,
-            "leaves": self.leaves,
-            "tiles_total": plan.tiles_total * len(self.layouts),
-            "tiles_done": sum(record.tiles for record in records),
-            "groups_damaged": damaged,
-            "items_total": len(plan.items),
-            "bytes_stored": sum(facts[0] for record in records for facts in record.files.values()),
-            "kept": [asdict(kept) for kept in self.kept()],
-            "engine": self.resolved["engine"],
-            "precision": self.resolved["precision"],
-            "exact_diagonal": self.exact_diagonal,
-            "numerics": {**self.numerics, "measured_error": self._measured_error(records)},
-            "schedule": plan.schedule,
-            "complete": len(records) == self.n_records,
-            "format_version": FORMAT_VERSION,
-            "fingerprint": self.requested,
-            "dtype": self.dtype.name,
-            "codecs": ["none"],
-            "versions": self.versions,
-        }
+        return KernelInfo(
+            kernel=self.path,
+            stores=self.store_paths,
+            mode=self.mode,
+            rows=self.shape[-2],
+            columns=self.shape[-1],
+            shape=list(self.shape),
+            examples=[plan.rows.n_examples, plan.cols.n_examples],
+            outputs=plan.n_outputs,
+            leaves=self.leaves,
+            tiles_total=plan.tiles_total * len(self.layouts),
+            tiles_done=sum(record.tiles for record in records),
+            groups_damaged=damaged,
+            items_total=len(plan.items),
+            bytes_stored=sum(facts[0] for record in records for facts in record.files.values()),
+            kept=self.kept(),
+            engine=self.engine,
+            precision=self.precision,
+            exact_diagonal=self.exact_diagonal,
+            numerics={**self.numerics, "measured_error": self._measured_error(records)},
+            schedule=plan.schedule,
+            complete=len(records) == self.n_records,
+            format_version=FORMAT_VERSION,
+            fingerprint=self.requested,
+            dtype=self.dtype.name,
+            codecs=["none"],
+            versions=self.versions,
+        )
 
     @staticmethod
     def _measured_error(records: list[TilesRecord]) -> float | None:

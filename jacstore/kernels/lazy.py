@@ -10,16 +10,16 @@ from typing import Any
 import dask.array as da
 import numpy as np
 
-from jacstore.base.indexing import resolve
 from jacstore.base.limits import SLAB_COLUMNS
 from jacstore.base.modes import Mode
+from jacstore.base.options import parse_count
 from jacstore.base.precision import ROUNDOFF
 from jacstore.base.schema import short_hash
 from jacstore.errors import InvalidRequestError, RequestMismatchError
 from jacstore.kernels.engines.blas import BlasEngine, symmetrize
 from jacstore.kernels.plan.plan import Step
 from jacstore.kernels.plan.steps import plan_steps
-from jacstore.storage import zarr_group
+from jacstore.storage.indexing import resolve
 from jacstore.store.reader import JacobianStore, open_store
 from jacstore.terms.expand_rows import expanded_slabs
 from jacstore.terms.factor_set import FactorSet
@@ -72,7 +72,7 @@ def lazy_kernel(
     """
     rows, cols = as_store(store), None if other is None else as_store(other)
     chosen = as_mode(mode, cols)
-    tile = zarr_group.parse_count(tile, "--tile") or 1
+    tile = parse_count(tile, "--tile") or 1
     if precision not in (None, "float32", "float64"):
         raise InvalidRequestError(
             f"precision={precision}: a lazy kernel is computed by BLAS; allowed are float32 and float64"

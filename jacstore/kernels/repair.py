@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from jacstore.base.blas_threads import blas_threads
 from jacstore.base.events import Listener, silent
+from jacstore.base.threads import blas_threads
 from jacstore.kernels.context import Work
 from jacstore.kernels.finish import store_tiles
 from jacstore.kernels.item import ItemRun

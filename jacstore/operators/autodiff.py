@@ -23,13 +23,13 @@ from jacstore.base import machine
 from jacstore.base.budget import AUTODIFF, Budget
 from jacstore.base.devices import device_memory, where_from
 from jacstore.base.machine import format_size
+from jacstore.base.options import parse_count
 from jacstore.errors import InvalidRequestError
 from jacstore.operators.parameter_columns import ParameterColumns
 from jacstore.operators.stored import real, real_number
 from jacstore.problem.problem import Problem, precision_context, prepare
 from jacstore.problem.pytrees import computed, is_kind
 from jacstore.problem.user_errors import naming
-from jacstore.storage.zarr_group import parse_count
 
 Loss = Callable[[Any, Any], Any]
 LARGEST_BATCH = 256

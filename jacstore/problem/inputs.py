@@ -6,7 +6,7 @@ import itertools
 import math
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,33 @@ def is_dataset(inputs: Any) -> bool:
 def is_table(inputs: Any) -> bool:
     """Whether `inputs` is a dataset of named columns as those of Hugging Face are, whose shape is not an array's."""
     return hasattr(inputs, "column_names") and callable(getattr(inputs, "with_format", None))
+
+
+class Examples(Protocol):
+    """N examples, and any run of them."""
+
+    n_examples: int
+
+    def read(self, start: int, stop: int) -> Any: ...
+
+    def bytes_held(self) -> tuple[int, int]:
+        """Bytes of one example, and of the chunks that reading examples in order holds."""
+        ...
+
+
+class Range:
+    """Examples `first` to `last - 1` of others."""
+
+    def __init__(self, examples: Examples, first: int, last: int) -> None:
+        self.examples, self.first, self.n_examples = examples, first, last - first
+
+    def read(self, start: int, stop: int) -> Any:
+        """Examples `start` to `stop - 1` of the range."""
+        return self.examples.read(self.first + start, self.first + stop)
+
+    def bytes_held(self) -> tuple[int, int]:
+        """As of all examples."""
+        return self.examples.bytes_held()
 
 
 class Arrays:

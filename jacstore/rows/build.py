@@ -24,27 +24,26 @@ from jacstore.base import machine
 from jacstore.base.budget import BUILD, WITHOUT_STORE, Budget
 from jacstore.base.devices import device, device_memory, on_accelerator
 from jacstore.base.events import BatchDone, Listener, Started, silent
-from jacstore.base.machine import format_size, parse_size
+from jacstore.base.machine import format_size
 from jacstore.base.precision import NORM_RUN, compute_dtype
 from jacstore.errors import InvalidRequestError, RunInterruptedError, SelectedStateWarning
 from jacstore.problem.parameters import state_among
 from jacstore.problem.problem import Prepared, Problem, prepare
 from jacstore.rows.device_pass import BatchRows, DevicePass
+from jacstore.rows.options import BuildOptions
 from jacstore.rows.overlap import LANDED, Needs, Overlap, plan_overlap
+from jacstore.rows.reports import BuildForecast, BuildReport
 from jacstore.rows.row_check import RowCheck, leaves_checked
 from jacstore.rows.trace.cut import Cut, cut_before_products, cut_with_rows
 from jacstore.rows.unit import SpareBlocks, Unit, refuse_other_inputs
 from jacstore.storage import zarr_group
-from jacstore.storage.chunks import CODECS
 from jacstore.storage.files import Folder, Memory
 from jacstore.store.codec_choice import fastest_codec, measured_disk_speed
 from jacstore.store.layout import StorePlan, plan_store
-from jacstore.store.metadata import DTYPES
 from jacstore.store.reader import JacobianStore, leaf_table
 from jacstore.store.unit_buffers import storage_dtype
 from jacstore.store.writer import ARRAYS, StoreWriter, factor_bytes, refuse_small_disk, request_of, require_same
 
-LAYOUTS = ("auto", "dense", "factored")
 # Seconds of a device pass that is not timed twice.
 LONG_RUN = 0.2
 # What a disk is taken to write when nothing may be written to measure it, in bytes per second.
@@ -114,41 +113,30 @@ def build(
         For anything that the caller must change; nothing finished is lost.
     """
     started = time.perf_counter()
-    options = _Options(
-        memory=memory,
-        device_memory=device_memory,
-        dtype=dtype,
-        layout=layout,
-        batch_size=batch_size,
-        output_batch=output_batch,
-        unit_size=unit_size,
-        codec=codec,
-        examples=examples,
-        part=part,
-    )
+    options = BuildOptions.among(locals())
     job = _Job(problem, out, options)
     state = state_among(leaf.path for leaf in job.leaves)
     if state:
         warnings.warn(state, SelectedStateWarning, stacklevel=2)
-    found = job.existing(overwrite)
-    codec, unit_size = (found.resolved["codec"], options.unit_size) if found else job.choose()
+    found = job.existing()
+    chosen, units_of = (found.choices.codec, options.unit_size) if found else job.choose()
     writer = StoreWriter(
         out,
         job.leaves,
         job.prepared.n_examples,
         job.prepared.n_outputs,
         operands=job.operands,
-        dtype=dtype,
-        codec=codec,
-        unit_size=unit_size,
-        memory=job.memory,
+        dtype=options.dtype,
+        codec=chosen,
+        unit_size=units_of,
+        memory=options.memory,
         outputs_dtype=job.outputs_dtype,
         requested=job.requested,
         numerics=job.numerics,
         left_out=job.prepared.left_out,
-        part=job.part,
-        allow_nonfinite=allow_nonfinite,
-        overwrite=overwrite,
+        part=options.part,
+        allow_nonfinite=options.allow_nonfinite,
+        overwrite=options.overwrite,
         listener=listener,
         stop=stop or (lambda: False),
     )
@@ -157,19 +145,17 @@ def build(
         refuse_other_inputs(writer, job.prepared.read)
         times = job.run(writer, listener, stop or (lambda: False))
     store = writer.store
-    store.report = writer.report(
+    store.built = BuildReport.of(
+        writer,
         started,
         seconds_compile=job.seconds_compile,
         **times,
-        codec=store.resolved["codec"],
         batch_size=job.device_pass.batch_size if job.device_pass else None,
     )
     return store
 
 
-def plan_build(
-    problem: Problem, out: str | Path | None = None, *, overwrite: bool = False, **options: Any
-) -> dict[str, Any]:
+def plan_build(problem: Problem, out: str | Path | None = None, **options: Any) -> BuildForecast:
     """What `build` would do, with a timed batch; writes nothing. Options are those of `build`.
 
     Raises
@@ -177,52 +163,18 @@ def plan_build(
     InvalidRequestError
         As `build` would, where a store of another request or a folder of others is at `out`.
     """
-    return _Job(problem, out, _Options(**options)).describe(overwrite)
-
-
-class _Options:
-    """Checked keyword arguments of a build."""
-
-    def __init__(
-        self,
-        *,
-        memory: int | str | None = None,
-        device_memory: int | str | None = None,
-        dtype: str = "float32",
-        layout: str = "auto",
-        batch_size: int | None = None,
-        output_batch: int | None = None,
-        unit_size: int | None = None,
-        codec: str = "auto",
-        examples: tuple[int, int] | str | None = None,
-        part: tuple[int, int] | str | None = None,
-    ) -> None:
-        self.memory = machine.default_memory(memory)
-        self.device_memory = parse_size(device_memory, "--device-memory")
-        for name, given, allowed in (
-            ("dtype", dtype, DTYPES),
-            ("layout", layout, LAYOUTS),
-            ("codec", codec, ("auto", *CODECS)),
-        ):
-            if given not in allowed:
-                raise InvalidRequestError(f"--{name} {given}: allowed are {', '.join(allowed)} ({name}=)")
-        self.dtype, self.layout, self.codec = dtype, layout, codec
-        self.batch_size = zarr_group.parse_count(batch_size, "--batch-size")
-        self.output_batch = zarr_group.parse_count(output_batch, "--output-batch")
-        self.unit_size = zarr_group.parse_count(unit_size, "--unit-size")
-        self.examples = zarr_group.parse_pair(examples, ":", "--examples", "A:B")
-        self.part = zarr_group.parse_part(part)
+    return _Job(problem, out, BuildOptions(**options)).describe()
 
 
 class _Job:
     """One build: the prepared problem and what is decided for it."""
 
-    def __init__(self, problem: Problem, out: str | Path | None, options: _Options) -> None:
-        self.options, self.memory, self.part = options, options.memory, options.part
+    def __init__(self, problem: Problem, out: str | Path | None, options: BuildOptions) -> None:
+        self.options, self.memory = options, options.memory
         self.out = "memory://" if out is None else str(out)
         device()
-        self.prepared, self.shift = _restrict(prepare(problem, float64=options.dtype == "float64"), options.examples)
-        self._take(cut_before_products(self.prepared, options.layout, options.dtype == "float64"))
+        self.prepared, self.shift = _restrict(prepare(problem, float64=options.float64), options)
+        self._take(cut_before_products(self.prepared, options.layout, options.float64))
         self.requested = {
             **self.prepared.requested,
             "examples": [self.shift, self.shift + self.prepared.n_examples],
@@ -240,24 +192,24 @@ class _Job:
 
     @property
     def outputs_dtype(self) -> str:
-        return "float64" if self.options.dtype == "float64" else "float32"
+        return "float64" if self.options.float64 else "float32"
 
     @property
     def numerics(self) -> dict[str, Any]:
         """What decides the digits of the rows."""
         where = device()
         return {
-            "computing": "float64" if self.options.dtype == "float64" else "the parameters' own",
+            "computing": "float64" if self.options.float64 else "the parameters' own",
             "lowest": self.prepared.lowest,
             "products": "highest precision",
             "norms": f"{compute_dtype(self.options.dtype)} over runs of {NORM_RUN}, float64 beyond",
             "device": f"{where.platform}: {where.device_kind}",
         }
 
-    def existing(self, overwrite: bool) -> JacobianStore | None:
+    def existing(self) -> JacobianStore | None:
         """The store to continue, if there is one: its resolved choices are kept."""
         files = zarr_group.place(self.out, self.memory)
-        if overwrite or not isinstance(files, Folder) or files.size(zarr_group.ROOT) is None:
+        if self.options.overwrite or not isinstance(files, Folder) or files.size(zarr_group.ROOT) is None:
             return None
         return self._continued(JacobianStore(files, self.out))
 
@@ -456,11 +408,11 @@ class _Job:
         require_same(store, wanted, self.leaves, self.options.unit_size)
         return store
 
-    def describe(self, overwrite: bool) -> dict[str, Any]:
+    def describe(self) -> BuildForecast:
         """The plan as numbers, and whether storing pays against recomputing blocks of rows."""
-        found = None if overwrite else self.begun()
+        found = None if self.options.overwrite else self.begun()
         if found is not None:
-            self.options.unit_size, self.options.codec = found.unit_size, found.resolved["codec"]
+            self.options = replace(self.options, unit_size=found.unit_size, codec=found.choices.codec)
         plan, codec = self.propose(DISK_SPEED)
         in_ram = self.out == "memory://"
         # A run that would be refused for want of memory is refused here as well.
@@ -474,37 +426,36 @@ class _Job:
         recomputed = (blocks + 1) / 2
         seconds_stored = max(seconds_device, seconds_write) + row_bytes / (2 * DISK_SPEED)
         seconds_recomputed = recomputed * seconds_device
-        return {
-            "store": self.out,
-            "examples": n,
-            "outputs": plan.n_outputs,
-            "parameters": sum(leaf.size for leaf in self.leaves),
-            "terms": leaf_table(self.leaves, self.operands, plan.n_outputs),
-            "leaves": len(self.leaves),
-            "bytes_to_store": row_bytes,
-            "bytes_free": self.memory if in_ram else machine.free_disk(self.out),
-            "bytes_dense": n * plan.n_outputs * sum(leaf.size for leaf in self.leaves) * 4,
-            "begun": found is not None,
-            "units_done": 0 if found is None else len(found.ledger.done("unit")),
-            "units_total": plan.n_units,
-            "unit_size": plan.unit_size,
-            "batch_size": self.device_pass.batch_size if self.device_pass else 0,
-            "output_batch": self.device_pass.output_batch if self.device_pass else 0,
-            "batches": plan.n_units
-            * math.ceil(plan.unit_size / self.device_pass.batch_size if self.device_pass else 1),
-            "files": plan.n_files,
-            "codec": codec,
-            "memory": self.memory,
-            "memory_parts": dict(overlap.parts.parts),
-            "device_pass_bytes": self.device_pass.bytes_needed if self.device_pass else 0,
-            "expected_seconds_compile": self.seconds_compile,
-            "expected_seconds_device": seconds_device,
-            "expected_seconds_write": seconds_write,
-            "recompute_passes": recomputed,
-            "expected_seconds_recompute": seconds_recomputed,
-            "expected_seconds_store": seconds_stored,
-            "storing_pays": seconds_stored < seconds_recomputed,
-        }
+        return BuildForecast(
+            store=self.out,
+            examples=n,
+            outputs=plan.n_outputs,
+            parameters=sum(leaf.size for leaf in self.leaves),
+            terms=leaf_table(self.leaves, self.operands, plan.n_outputs),
+            leaves=len(self.leaves),
+            bytes_to_store=row_bytes,
+            bytes_free=self.memory if in_ram else machine.free_disk(self.out),
+            bytes_dense=n * plan.n_outputs * sum(leaf.size for leaf in self.leaves) * 4,
+            begun=found is not None,
+            units_done=0 if found is None else len(found.ledger.done("unit")),
+            units_total=plan.n_units,
+            unit_size=plan.unit_size,
+            batch_size=self.device_pass.batch_size if self.device_pass else 0,
+            output_batch=self.device_pass.output_batch if self.device_pass else 0,
+            batches=plan.n_units * math.ceil(plan.unit_size / self.device_pass.batch_size if self.device_pass else 1),
+            files=plan.n_files,
+            codec=codec,
+            memory=self.memory,
+            memory_parts=dict(overlap.parts.parts),
+            device_pass_bytes=self.device_pass.bytes_needed if self.device_pass else 0,
+            expected_seconds_compile=self.seconds_compile,
+            expected_seconds_device=seconds_device,
+            expected_seconds_write=seconds_write,
+            recompute_passes=recomputed,
+            expected_seconds_recompute=seconds_recomputed,
+            expected_seconds_store=seconds_stored,
+            storing_pays=seconds_stored < seconds_recomputed,
+        )
 
 
 def _rows_in_order(
@@ -561,15 +512,9 @@ def _ahead(
     yield from waiting
 
 
-def _restrict(prepared: Prepared, examples: tuple[int, int] | None) -> tuple[Prepared, int]:
-    """The problem of examples A to B, and A."""
-    if examples is None:
-        return prepared, 0
-    first, last = examples
-    if not 0 <= first < last <= prepared.n_examples:
-        raise InvalidRequestError(
-            f"--examples {first}:{last}: allowed are ranges A:B with 0 <= A < B <= {prepared.n_examples} (examples=)"
-        )
+def _restrict(prepared: Prepared, options: BuildOptions) -> tuple[Prepared, int]:
+    """The problem of the examples that are asked for, and the first of them."""
+    first, last = options.range_of(prepared.n_examples)
     read = prepared.read
     shifted = replace(prepared, n_examples=last - first, read=lambda a, b: read(first + a, first + b))
     return shifted, first

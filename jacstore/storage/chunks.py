@@ -22,7 +22,6 @@ from numcodecs.blosc import Blosc
 from jacstore.errors import DamagedDataError
 from jacstore.storage.files import PAGE
 
-CODECS = ("none", "lz4", "zstd")
 BLOSC_LEVELS = {"lz4": 5, "zstd": 1}
 CHECKSUM_BYTES = 4
 # bfloat16 is stored as uint16; this is its NaN. No index is -1.

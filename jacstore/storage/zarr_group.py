@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
-import operator
 import os
 import platform
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,6 @@ import zarr
 from zarr.codecs import BloscCodec, Crc32cCodec
 
 from jacstore.base.events import Listener
-from jacstore.base.limits import MAX_ITEMS
 from jacstore.base.schema import short_hash
 from jacstore.errors import DamagedDataError, InvalidRequestError, JacstoreError
 from jacstore.storage.chunks import BLOSC_LEVELS, ArrayLayout
@@ -205,44 +203,3 @@ def _clear(files: Folder, where: str, known: Sequence[str], listener: Listener) 
         read_attributes(files, where)
     with Lock(files, 0, 10**7 - 1, listener):
         clear_folder(files.root, ROOT)
-
-
-def parse_pair(given: tuple[int, int] | str | None, separator: str, flag: str, form: str) -> tuple[int, int] | None:
-    """Two integers from `A:B`, `I/N` or a pair."""
-    if given is None:
-        return None
-    try:
-        first, second = (int(x) for x in (given.split(separator) if isinstance(given, str) else given))
-    except (ValueError, TypeError):
-        raise InvalidRequestError(
-            f"{flag} {given}: allowed is {form} with two integers ({flag.lstrip('-')}=)"
-        ) from None
-    return first, second
-
-
-def parse_part(given: tuple[int, int] | str | None) -> tuple[int, int]:
-    """Part I of N, counted from 1."""
-    number, parts = parse_pair(given, "/", "--part", "I/N") or (1, 1)
-    if not 1 <= number <= parts:
-        raise InvalidRequestError(
-            f"--part {number}/{parts}: allowed are 1/{max(parts, 1)} to {max(parts, 1)}/{max(parts, 1)} (part=)"
-        )
-    if parts > MAX_ITEMS:
-        raise InvalidRequestError(
-            f"--part {number}/{parts}: at most {MAX_ITEMS:,} parts are allowed; give a smaller N (part=)"
-        )
-    return number, parts
-
-
-def parse_count(given: int | None, flag: str) -> int | None:
-    """An integer of at least 1, of whatever integer type; None stays None."""
-    if given is None:
-        return None
-    try:
-        number = 0 if isinstance(given, bool) else operator.index(given)
-    except TypeError:
-        number = 0
-    if number < 1:
-        keyword = flag.lstrip("-").replace("-", "_")
-        raise InvalidRequestError(f"{flag} {given}: must be an integer of at least 1 ({keyword}=)")
-    return number

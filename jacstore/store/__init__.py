@@ -2,6 +2,6 @@
 
 `layout` cuts arrays into units, chunks and files, `codec_choice` measures compression, `unit_buffers` collect a unit,
 `writer` writes it, `constants` keep what no example changes, `metadata` checks attributes, `reader` opens what is
-complete, `norms` compares it with the exact squared norms. How rows were computed, and what is computed from them, is
-not known here.
+complete, `reports` say what it holds, `norms` compares it with the exact squared norms. How rows were computed, and
+what is computed from them, is not known here.
 """

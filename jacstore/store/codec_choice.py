@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from jacstore.base import machine
-from jacstore.storage.chunks import CODECS, compress
+from jacstore.base.limits import CODECS
+from jacstore.storage.chunks import compress
 from jacstore.store.layout import PIECE_BYTES
 
 

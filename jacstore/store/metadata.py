@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jacstore.base.limits import CODECS, DTYPES
 from jacstore.base.precision import ROUNDOFF
 from jacstore.base.schema import Open
 from jacstore.errors import DamagedDataError
-from jacstore.storage.chunks import CODECS, ArrayLayout
+from jacstore.storage.chunks import ArrayLayout
 from jacstore.store.unit_buffers import storage_dtype
 from jacstore.terms.kinds import Leaf, Operand
 from jacstore.terms.term import AXES
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 # NumPy counts bytes in 63 bits.
 LARGEST_ARRAY = 2**63 - 1
 

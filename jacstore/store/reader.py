@@ -18,19 +18,20 @@ from typing import Any
 import dask.array as da
 import numpy as np
 
-from jacstore.base.indexing import resolve
 from jacstore.base.limits import IO_THREADS
 from jacstore.base.precision import compute_dtype, stored_error
-from jacstore.base.schema import Open, short_hash, typed
+from jacstore.base.schema import Open, Reported, short_hash, typed
 from jacstore.base.threads import all_done
 from jacstore.errors import DamagedDataError, IncompleteError, InvalidRequestError
 from jacstore.storage import zarr_group
 from jacstore.storage.chunks import ArrayLayout, FileRecord, check_file, decode, raw
 from jacstore.storage.files import Files, Folder
+from jacstore.storage.indexing import resolve
 from jacstore.storage.ledger import FORMAT_VERSION, Ledger, readable, record_name
 from jacstore.store.constants import StoredConstant, constant_bytes
 from jacstore.store.layout import FILE_BYTES, Side
 from jacstore.store.metadata import StoreAttributes, check_store
+from jacstore.store.reports import LeafFacts, StoreInfo
 from jacstore.store.unit_buffers import from_bfloat16
 from jacstore.terms.kinds import Constant, Leaf, Operand, expand
 
@@ -77,7 +78,8 @@ class JacobianStore:
     def __init__(self, files: Files, where: str) -> None:
         self.files = files
         self.path = where
-        self.report: dict[str, Any] = {}
+        # What the build that returned this store says of itself.
+        self.built: Reported | None = None
         attributes = zarr_group.read_attributes(files, where)
         if attributes["kind"] != "store":
             raise InvalidRequestError(f"{where} is a {attributes['kind']}, not a store; give the path of a store")
@@ -94,6 +96,7 @@ class JacobianStore:
         self.resolved: dict[str, Any] = attributes["resolved"]
         self.versions = found.versions
         self.left_out = [list(entry) for entry in found.left_out]
+        self.choices = found.resolved
         self.dtype, self.unit_size = found.resolved.dtype, found.resolved.unit_size
         self.layouts = {layout.name: layout for layout in found.resolved.arrays}
         owner = short_hash([self.requested, self.resolved])
@@ -124,6 +127,11 @@ class JacobianStore:
             f"<JacobianStore {self.path}: {self.n_examples} examples x {self.n_outputs} outputs x "
             f"{self.n_parameters} parameters, {self.dtype}, {len(self.ledger.done('unit'))} of {self.n_units} units>"
         )
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """The keys of `jacstore build --json`; empty if this store was opened."""
+        return {} if self.built is None else self.built.to_dict()
 
     @property
     def n_units(self) -> int:
@@ -271,30 +279,34 @@ class JacobianStore:
 
     def info(self) -> dict[str, Any]:
         """Sizes, choices and state, as `jacstore info --json` prints them; a unit with a damaged record is not done."""
+        return self.summary().to_dict()
+
+    def summary(self) -> StoreInfo:
+        """The same as a value."""
         records, damaged = readable(self.record, self.ledger.done("unit"))
-        return {
-            "store": self.path,
-            "examples": self.n_examples,
-            "outputs": self.n_outputs,
-            "parameters": self.n_parameters,
-            "leaves": leaf_table(self.leaves, self.operands, self.n_outputs),
-            "left_out": self.left_out,
-            "units_total": self.n_units,
-            "units_done": len(records),
-            "units_damaged": damaged,
-            "bytes_stored": sum(record["bytes"] for record in records) + constant_bytes(self.leaves),
-            "bytes_dense": self.n_examples * self.n_outputs * self.n_parameters * 4,
-            "zero_rows": sum(record["zero_rows"] for record in records),
-            "zero_leaves": self._zero_leaves(records),
-            "nonfinite_examples": [n for record in records for n in record["nonfinite_examples"]],
-            "complete": len(records) == self.n_units,
-            "format_version": FORMAT_VERSION,
-            "fingerprint": self.requested,
-            "dtype": self.dtype,
-            "codecs": sorted({layout.codec for layout in self.layouts.values()}),
-            "versions": self.versions,
-            "numerics": self._errors(records),
-        }
+        return StoreInfo(
+            store=self.path,
+            examples=self.n_examples,
+            outputs=self.n_outputs,
+            parameters=self.n_parameters,
+            leaves=leaf_table(self.leaves, self.operands, self.n_outputs),
+            left_out=self.left_out,
+            units_total=self.n_units,
+            units_done=len(records),
+            units_damaged=damaged,
+            bytes_stored=sum(record["bytes"] for record in records) + constant_bytes(self.leaves),
+            bytes_dense=self.n_examples * self.n_outputs * self.n_parameters * 4,
+            zero_rows=sum(record["zero_rows"] for record in records),
+            zero_leaves=self._zero_leaves(records),
+            nonfinite_examples=[n for record in records for n in record["nonfinite_examples"]],
+            complete=len(records) == self.n_units,
+            format_version=FORMAT_VERSION,
+            fingerprint=self.requested,
+            dtype=self.dtype,
+            codecs=sorted({layout.codec for layout in self.layouts.values()}),
+            versions=self.versions,
+            numerics=self._errors(records),
+        )
 
     def _zero_leaves(self, records: list[dict[str, Any]]) -> list[str]:
         """Paths of the leaves whose part of every row so far is zero."""
@@ -566,7 +578,7 @@ def operand_name(array: str) -> str:
     return array.removeprefix("factors/")
 
 
-def leaf_table(leaves: Sequence[Leaf], operands: Sequence[Operand], n_outputs: int) -> list[dict[str, Any]]:
+def leaf_table(leaves: Sequence[Leaf], operands: Sequence[Operand], n_outputs: int) -> list[LeafFacts]:
     """For each leaf its path, shape, terms, why these, and numbers stored per example against those of its rows.
 
     A factor that several leaves share is counted with the largest of them.
@@ -579,14 +591,14 @@ def leaf_table(leaves: Sequence[Leaf], operands: Sequence[Operand], n_outputs: i
     for leaf in leaves:
         dense = leaf.size * n_outputs
         table.append(
-            {
-                "path": leaf.path,
-                "shape": list(leaf.shape),
-                "terms": [term.kind for term in leaf.terms],
-                "why": leaf.why,
-                "numbers": dense if leaf.dense else counted[leaf.path],
-                "numbers_dense": dense,
-            }
+            LeafFacts(
+                path=leaf.path,
+                shape=list(leaf.shape),
+                terms=[term.kind for term in leaf.terms],
+                why=leaf.why,
+                numbers=dense if leaf.dense else counted[leaf.path],
+                numbers_dense=dense,
+            )
         )
     return table
 

@@ -7,7 +7,6 @@ the size and checksum of everything, put in place by rename. Only the record mak
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,17 +18,17 @@ import numpy as np
 from jacstore.base import machine
 from jacstore.base.budget import Budget
 from jacstore.base.events import Listener, UnitDone, silent
-from jacstore.base.limits import IO_THREADS
+from jacstore.base.limits import CODECS, DTYPES, IO_THREADS
 from jacstore.base.machine import format_size
+from jacstore.base.options import parse_count, parse_word
 from jacstore.base.threads import all_done
 from jacstore.errors import InvalidRequestError, NonFiniteError, RequestMismatchError
 from jacstore.storage import zarr_group
-from jacstore.storage.chunks import CODECS, ArrayLayout, FileEncoder, FileRecord
+from jacstore.storage.chunks import ArrayLayout, FileEncoder, FileRecord
 from jacstore.storage.files import Files, Folder, Memory
 from jacstore.storage.ledger import Lock, compare_requested, sweep
 from jacstore.store.constants import GROUP, constant_layout, constants_of, keep_constants
 from jacstore.store.layout import FILE_BYTES, PIECE_BYTES, StorePlan, plan_store
-from jacstore.store.metadata import DTYPES
 from jacstore.store.reader import JacobianStore, operand_array, operand_name
 from jacstore.store.unit_buffers import UnitBlock, from_bfloat16, storage_dtype
 from jacstore.terms.kinds import Constant, Leaf, Operand, dense_leaves, expand
@@ -93,17 +92,14 @@ class StoreWriter:
         if unknown:
             raise InvalidRequestError(f"leaves name the operand {min(unknown)!r}, which operands= does not describe")
         budget = machine.default_memory(memory)
-        if dtype not in DTYPES:
-            raise InvalidRequestError(f"--dtype {dtype}: allowed are {', '.join(DTYPES)} (dtype=)")
-        if codec not in CODECS:
-            raise InvalidRequestError(f"--codec {codec}: allowed are {', '.join(CODECS)} (codec=)")
+        dtype, codec = parse_word(dtype, DTYPES, "--dtype"), parse_word(codec, CODECS, "--codec")
         n_parameters = sum(leaf.size for leaf in self.leaves)
         if not (_counts(n_examples) and _counts(n_outputs) and n_parameters):
             raise InvalidRequestError(
                 f"{n_examples} examples x {n_outputs} outputs x {n_parameters} parameters; allowed are integers of at "
                 "least 1 (n_examples=, n_outputs=, leaves=)"
             )
-        unit_size = zarr_group.parse_count(unit_size, "--unit-size")
+        unit_size = parse_count(unit_size, "--unit-size")
         self.where = "memory://" if path is None else str(path)
         self.files = zarr_group.place(path, budget)
         self.dtype, self.listener, self.allow_nonfinite = dtype, listener, allow_nonfinite
@@ -172,23 +168,6 @@ class StoreWriter:
             for layout in self.store.layouts.values()
         )
         return each * len(self.missing)
-
-    def report(self, started: float, **more: Any) -> dict[str, Any]:
-        """What a build that began at `started` (`time.perf_counter()`) says of itself: counts, bytes, seconds."""
-        facts = self.store.info()
-        same = (
-            *("store", "examples", "outputs", "parameters", "units_total"),
-            *("bytes_stored", "bytes_dense", "complete", "zero_leaves"),
-        )
-        return {
-            **{key: facts[key] for key in same},
-            "leaves": len(self.leaves),
-            "units_computed": len(self.units) - len(self.missing) - self.reused,
-            "units_reused": self.reused,
-            "seconds_total": time.perf_counter() - started,
-            "peak_rss": machine.peak_rss(),
-            **more,
-        }
 
     def _recheck(self) -> None:
         """Make units unfinished again whose files are gone or torn, or which a reader or `verify` found damaged."""

@@ -11,8 +11,8 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 import numpy as np
 
 from jacstore.base import machine
-from jacstore.base.blas_threads import blas_threads
 from jacstore.base.limits import EXPANDED_BYTES
+from jacstore.base.threads import blas_threads
 from jacstore.terms.kinds import Leaf, expand
 from jacstore.terms.term import Factored
 

@@ -36,10 +36,11 @@ class TorchChecks(TargetChecks):
         self.wanted = requested(self.network, first)
 
     def _read(self, a: int, b: int) -> Any:
-        return self.source.read(a, b)
+        shift = self._shift() or 0
+        return self.source.read(shift + a, shift + b)
 
     def _example(self, n: int) -> Any:
-        return mapped(lambda leaf: leaf[0], self.source.read(n, n + 1))
+        return mapped(lambda leaf: leaf[0], self._read(n, n + 1))
 
     def _plain(self, float64: bool) -> Plain:
         network = Network(self.torch_problem.module, self.torch_problem.outputs, float64)

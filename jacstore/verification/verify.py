@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from jacstore.base import machine
+from jacstore.base.options import parse_count
 from jacstore.errors import DamagedDataError, InvalidRequestError, JacstoreError
 from jacstore.kernels.gram import gram, open_path, require_plan_of
 from jacstore.kernels.kernel import Kernel
 from jacstore.problem.loading import load_target
 from jacstore.problem.problem import Problem
 from jacstore.problem.torch_problem import TorchProblem
-from jacstore.storage import zarr_group
 from jacstore.store.reader import JacobianStore, open_store
 from jacstore.verification.kernel_checks import KernelChecks
 from jacstore.verification.report import FAILED, OK, Check, Report, Tally, skipped
@@ -72,7 +72,7 @@ def verify(
         If there is no store or kernel, or the arguments do not fit it.
     """
     started = time.perf_counter()
-    samples = zarr_group.parse_count(samples, "--samples") or SAMPLES
+    samples = parse_count(samples, "--samples") or SAMPLES
     budget = machine.default_memory(memory)
     found = _afresh(path)
     draw = np.random.default_rng()

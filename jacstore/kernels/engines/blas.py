@@ -14,10 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from jacstore.base import machine
-from jacstore.base.blas_threads import blas_threads
 from jacstore.base.limits import PRODUCT_BYTES
 from jacstore.base.modes import Mode
-from jacstore.base.threads import all_done
+from jacstore.base.threads import all_done, blas_threads
 from jacstore.terms.factor_set import FactorSet
 
 # Examples of a tile that a single thread multiplies: cutting it up would cost more than it gains.

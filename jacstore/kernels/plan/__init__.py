@@ -1,4 +1,5 @@
 """How a kernel is cut into tiles, items and slabs so that its memory suffices.
 
-`steps` are leaves contracted together, `memory` what a choice holds, `schedule` the choice, `plan` its value.
+`options` are what is asked for, `steps` leaves contracted together, `memory` what a choice holds, `schedule` the
+choice, `plan` its value, `reports` what a gram says of itself.
 """

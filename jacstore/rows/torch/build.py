@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,14 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"jacstore.torch needs PyTorch ({error}): pip install 'jacstore[torch]'") from error
 
-from jacstore.base import machine
 from jacstore.base.budget import Budget
 from jacstore.base.events import BatchDone, Listener, Started, silent
 from jacstore.base.machine import format_size
 from jacstore.errors import InvalidFunctionError, InvalidRequestError, RequestMismatchError, RunInterruptedError
-from jacstore.problem.inputs import Arrays, Dataset, is_dataset, is_table
+from jacstore.problem.inputs import Arrays, Dataset, Examples, Range, is_dataset, is_table
 from jacstore.problem.torch_problem import TorchProblem
-from jacstore.rows.build import LAYOUTS
+from jacstore.rows.options import BuildOptions
+from jacstore.rows.reports import TorchBuildReport
 from jacstore.rows.torch.audit import Audit, Differs
 from jacstore.rows.torch.choose_terms import WRONG
 from jacstore.rows.torch.device_pass import STEPS, TorchPass
@@ -38,9 +39,12 @@ from jacstore.rows.torch.network import Network, close, host, mapped, path_of, r
 from jacstore.rows.unit import SpareBlocks, Unit, refuse_other_inputs
 from jacstore.storage import zarr_group
 from jacstore.storage.files import Folder, Memory
-from jacstore.store.metadata import DTYPES
+from jacstore.store.codec_choice import fastest_codec, measured_disk_speed
 from jacstore.store.reader import JacobianStore
 from jacstore.store.writer import StoreWriter
+
+# Examples whose rows are encoded to choose a codec.
+CODEC_EXAMPLES = 4
 
 
 def build(
@@ -50,15 +54,19 @@ def build(
     *,
     outputs: str | Sequence[int] = "all",
     memory: int | str | None = None,
+    device_memory: int | str | None = None,
     dtype: str = "float32",
     layout: str = "auto",
-    unit_size: int | None = None,
     batch_size: int | None = None,
+    output_batch: int | None = None,
+    unit_size: int | None = None,
+    codec: str = "auto",
+    examples: tuple[int, int] | str | None = None,
     part: tuple[int, int] | str | None = None,
     allow_nonfinite: bool = False,
     overwrite: bool = False,
     listener: Listener = silent,
-    stop: Callable[[], bool] = lambda: False,
+    stop: Callable[[], bool] | None = None,
 ) -> JacobianStore:
     """Compute the per-example Jacobian of a module once and store it; a rerun computes only what is missing.
 
@@ -72,7 +80,12 @@ def build(
         Floating inputs are given in the type of the module's first parameter.
     outputs
         "all", "sum" (gradient of the summed outputs) or indices into the flattened outputs of one example.
-    out, memory, dtype, layout, unit_size, batch_size, part, allow_nonfinite, overwrite, listener, stop
+    device_memory
+        Bytes that a device pass may take where the module's first parameter is; if not given, three quarters of what
+        is free on a GPU, and a quarter of `memory` on a CPU.
+    out, memory, dtype, layout, batch_size, output_batch, unit_size, codec
+        As for `jacstore.build`.
+    examples, part, allow_nonfinite, overwrite, listener, stop
         As for `jacstore.build`.
 
     Returns
@@ -88,70 +101,116 @@ def build(
         For anything that the caller must change; nothing finished is lost.
     """
     started = time.perf_counter()
-    for name, given, allowed in (("dtype", dtype, DTYPES), ("layout", layout, LAYOUTS)):
-        if given not in allowed:
-            raise InvalidRequestError(f"{name}={given}: allowed are {', '.join(allowed)}")
+    options = BuildOptions.among(locals())
+    problem = _problem_of(module, inputs, outputs)
+    source = source_of(problem.inputs)
+    if source.n_examples == 0:
+        raise InvalidRequestError("inputs holds 0 examples; at least 1 is needed; change inputs=")
+    chosen = Range(source, *options.range_of(source.n_examples))
+    with settings():
+        return _Job(problem, chosen, out, options).run(started, listener, stop or (lambda: False))
+
+
+def _problem_of(module: Any, inputs: Any, outputs: Any) -> TorchProblem:
+    """What is given, as one value."""
     if isinstance(module, TorchProblem):
         if inputs is not None or outputs != "all":
             raise InvalidRequestError(
                 "module is a TorchProblem, which holds inputs and outputs; leave out inputs= and outputs="
             )
-        inputs, outputs, network_of = module.inputs, module.outputs, module.module
-    elif inputs is None:
+        return module
+    if inputs is None:
         raise InvalidRequestError("inputs is missing; give the examples of the module (inputs=), or a TorchProblem")
-    else:
-        network_of = module
-    source = source_of(inputs)
-    if source.n_examples == 0:
-        raise InvalidRequestError("inputs holds 0 examples; at least 1 is needed; change inputs=")
-    budget = machine.default_memory(memory)
-    options: dict[str, Any] = {
-        "layout": layout,
-        "budget": budget,
-        "batch_size": zarr_group.parse_count(batch_size, "--batch-size"),
-        "wrong": set() if overwrite else _known_wrong(out, budget),
-    }
-    of_part = zarr_group.parse_part(part)
-    seconds = dict.fromkeys(STEPS, 0.0)
-    with settings():
-        network = Network(network_of, outputs, dtype == "float64")
+    return TorchProblem(module=module, inputs=inputs, outputs=outputs)
+
+
+class _Job:
+    """One build: the module, its examples and what is decided for it."""
+
+    def __init__(self, problem: TorchProblem, source: Range, out: str | Path | None, options: BuildOptions) -> None:
+        self.source, self.out, self.options = source, out, options
+        self.network = Network(problem.module, problem.outputs, options.float64)
+        self.found = None if options.overwrite else _existing(out, options.memory)
+        # How the pass is made; terms that turn out to be wrong are left out of it.
+        leaves = self.found.leaves if self.found else ()
+        self.found_wrong: dict[str, Any] = {"wrong": {leaf.path for leaf in leaves if leaf.why == WRONG}}
+
+    def run(self, started: float, listener: Listener, stop: Callable[[], bool]) -> JacobianStore:
+        """Compute what is missing, from the beginning again where terms are found to be wrong."""
+        seconds = dict.fromkeys(STEPS, 0.0)
         while True:
-            passes = TorchPass(network, source, **options)
+            passes = TorchPass(self.network, self.source, self.options, **self.found_wrong)
             seconds = {step: taken + passes.seconds[step] for step, taken in seconds.items()}
-            writer = StoreWriter(
-                out,
-                passes.cut.leaves,
-                source.n_examples,
-                passes.n_outputs,
-                operands=passes.cut.operands,
-                dtype=dtype,
-                unit_size=unit_size,
-                memory=budget,
-                outputs_dtype="float64" if dtype == "float64" else "float32",
-                requested={**requested(network, source.read(0, 1)), "layout": layout},
-                numerics={"lowest": str(network.lowest).removeprefix("torch.")},
-                left_out=network.left_out,
-                part=of_part,
-                allow_nonfinite=allow_nonfinite,
-                overwrite=overwrite,
-                listener=listener,
-                stop=stop,
-            )
-            _give_memory(writer, passes, source, budget)
+            writer = self._writer(passes, listener, stop)
+            _give_memory(writer, passes, self.source, self.options.memory)
             try:
                 with writer:
                     listener(Started(what="units", total=len(writer.units), done=writer.reused))
-                    _refuse_other_results(writer, passes, source)
-                    times = _run(writer, passes, source, listener, stop)
+                    _refuse_other_results(writer, passes, self.source)
+                    times = _run(writer, passes, self.source, listener, stop)
                 break
-            except Differs as found:
-                options |= _otherwise(found, passes, writer, of_part)
-                overwrite = True
-    store = writer.store
-    store.report = writer.report(
-        started, **times, seconds_start=seconds, batch_size=passes.batch_size, vmap=passes.mapped
-    )
-    return store
+            except Differs as differs:
+                self.found_wrong |= _otherwise(differs, passes, writer, self.options.part)
+                self.options, self.found = replace(self.options, overwrite=True), None
+        store = writer.store
+        store.built = TorchBuildReport.of(
+            writer, started, **times, seconds_start=seconds, batch_size=passes.batch_size, vmap=passes.mapped
+        )
+        return store
+
+    def _writer(self, passes: TorchPass, listener: Listener, stop: Callable[[], bool]) -> StoreWriter:
+        options, network = self.options, self.network
+        return StoreWriter(
+            self.out,
+            passes.cut.leaves,
+            self.source.n_examples,
+            passes.n_outputs,
+            operands=passes.cut.operands,
+            dtype=options.dtype,
+            codec=self.found.choices.codec if self.found else self._codec(passes),
+            unit_size=options.unit_size,
+            memory=options.memory,
+            outputs_dtype="float64" if options.float64 else "float32",
+            requested=self._requested(),
+            numerics={"lowest": str(network.lowest).removeprefix("torch.")},
+            left_out=network.left_out,
+            part=options.part,
+            allow_nonfinite=options.allow_nonfinite,
+            overwrite=options.overwrite,
+            listener=listener,
+            stop=stop,
+        )
+
+    def _requested(self) -> dict[str, Any]:
+        """What decides the rows; in the words of the store that is continued, if an earlier version began it."""
+        options, first = self.options, self.source.first
+        wanted: dict[str, Any] = {
+            **requested(self.network, self.source.read(0, 1)),
+            "examples": [first, first + self.source.n_examples],
+            "layout": options.layout,
+            "codec": options.codec,
+        }
+        if self.found is not None:
+            # Such a store is about the first examples, without compression.
+            usual = {"examples": [0, self.source.n_examples], "codec": "none" if options.codec == "none" else "auto"}
+            for name, value in usual.items():
+                if name not in self.found.requested and wanted[name] == value:
+                    del wanted[name]
+        return wanted
+
+    def _codec(self, passes: TorchPass) -> str:
+        """The codec of a new store; `auto` encodes rows of a few examples."""
+        out = "memory://" if self.out is None else str(self.out)
+        if self.options.codec != "auto" or out == "memory://":
+            return self.options.codec if self.options.codec != "auto" else "none"
+        examples = self.source.read(0, min(CODEC_EXAMPLES, passes.batch_size, self.source.n_examples))
+        began = time.perf_counter()
+        rows = next(passes.run(examples))
+        seconds = time.perf_counter() - began
+        sample = [*rows.rows, *(v.reshape(len(v), 1, -1) for v in rows.factors.values() if v.dtype.kind != "i")]
+        size = sum(values.nbytes for values in [*rows.rows, *rows.factors.values()])
+        computing = seconds / size if passes.network.device.type == "cpu" else 0.0
+        return fastest_codec(sample, measured_disk_speed(Path(out).absolute()), computing)
 
 
 # --------------------------------------------------------------------------------------------------------------- inputs
@@ -192,12 +251,12 @@ def source_of(inputs: Any) -> Arrays | Dataset:
 # ------------------------------------------------------------------------------------------------------------- the loop
 
 
-def _known_wrong(out: str | Path | None, budget: int) -> set[str]:
-    """Leaves of a store to continue that are rows because an example showed their terms to be wrong."""
-    files = zarr_group.place(out, budget)
+def _existing(out: str | Path | None, memory: int) -> JacobianStore | None:
+    """The store to continue, if there is one: its codec stays, and so do leaves whose terms an example refuted."""
+    files = zarr_group.place(out, memory)
     if not isinstance(files, Folder) or files.size(zarr_group.ROOT) is None:
-        return set()
-    return {leaf.path for leaf in JacobianStore(files, str(out)).leaves if leaf.why == WRONG}
+        return None
+    return JacobianStore(files, str(out))
 
 
 def _otherwise(found: Differs, passes: TorchPass, writer: StoreWriter, part: tuple[int, int]) -> dict[str, Any]:
@@ -208,7 +267,8 @@ def _otherwise(found: Differs, passes: TorchPass, writer: StoreWriter, part: tup
     if part != (1, 1) or writer.store.ledger.done("unit"):
         raise InvalidFunctionError(
             f"parameter {min(found.names)!r} is used otherwise by example {found.example} than by those that are "
-            "stored; store its rows, which autograd gives one example at a time: layout='dense' with overwrite=True"
+            "stored; store its rows, which autograd gives one example at a time: --layout dense --overwrite "
+            "(layout='dense', overwrite=True)"
         )
     return {
         "wrong": {path_of(name) for name in (*passes.wrong, *(found.names - generic))},
@@ -219,7 +279,7 @@ def _otherwise(found: Differs, passes: TorchPass, writer: StoreWriter, part: tup
 def _run(
     writer: StoreWriter,
     passes: TorchPass,
-    source: Arrays | Dataset,
+    source: Examples,
     listener: Listener,
     stop: Callable[[], bool],
 ) -> dict[str, Any]:
@@ -259,7 +319,7 @@ def _run(
     return {**times, "seconds_audit": audit.seconds, "examples_audited": audit.examples}
 
 
-def _give_memory(writer: StoreWriter, passes: TorchPass, source: Arrays | Dataset, memory: int) -> None:
+def _give_memory(writer: StoreWriter, passes: TorchPass, source: Examples, memory: int) -> None:
     """Give what is left of the memory to a store in RAM; refuse where what is needed at once does not fit."""
     if not writer.missing:
         return
@@ -276,17 +336,17 @@ def _give_memory(writer: StoreWriter, passes: TorchPass, source: Arrays | Datase
     left = Budget(memory).beside(**needs)
     if left < writer.files.bytes_held:
         raise InvalidRequestError(
-            f"memory={memory:,}: two units of {store.unit_size} example(s) take {format_size(needs['unit_buffers'])} "
+            f"--memory {memory:,}: two units of {store.unit_size} example(s) take {format_size(needs['unit_buffers'])} "
             f"(unit_buffers), a batch of {passes.batch_size} about {format_size(needs['device_pass'])} (device_pass) "
             f"and its inputs {format_size(needs['inputs'])} (inputs); give more memory (memory=), a smaller "
-            "batch_size= or unit_size="
+            "--batch-size (batch_size=) or a smaller --unit-size (unit_size=)"
         )
     if isinstance(writer.files, Memory):
         # Files are copied from a unit, up to all of it at once.
         writer.files.limit = max(writer.files.bytes_held, left - unit)
 
 
-def _refuse_other_results(writer: StoreWriter, passes: TorchPass, source: Arrays | Dataset) -> None:
+def _refuse_other_results(writer: StoreWriter, passes: TorchPass, source: Examples) -> None:
     """Refuse other inputs, or other outputs at the same inputs, than those that finished units were made from.
 
     The text of a module does not say all that it computes: outputs of some finished examples are computed again.
@@ -298,5 +358,5 @@ def _refuse_other_results(writer: StoreWriter, passes: TorchPass, source: Arrays
         if not close(passes.outputs(source.read(start, start + 1)).to(kept), kept, passes.network.lowest):
             raise RequestMismatchError(
                 f"{store.path} was built from another request (function: outputs of example {start} changed); give the "
-                "same module, choose another folder (out=), or start over with overwrite=True"
+                "same module, choose another folder (--out, out=), or start over with --overwrite (overwrite=True)"
             )

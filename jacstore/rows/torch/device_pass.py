@@ -16,10 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from jacstore.base.budget import TORCH_BUILD, Budget
+from jacstore.base.budget import ACCELERATOR, TORCH_BUILD, TORCH_PASS, Budget
+from jacstore.base.machine import format_size
 from jacstore.errors import InvalidFunctionError, InvalidRequestError
-from jacstore.problem.inputs import Arrays, Dataset
+from jacstore.problem.inputs import Examples
 from jacstore.rows.device_pass import LARGEST_BATCH, BatchRows
+from jacstore.rows.options import BuildOptions
 from jacstore.rows.torch.choose_terms import choose_terms, form_rows
 from jacstore.rows.torch.hooks import Key, Taps, Varies, find_layers
 from jacstore.rows.torch.network import Network, calling, host, leaves_of, mapped, path_of, probe
@@ -44,7 +46,7 @@ class TorchPass:
     Attributes
     ----------
     cut
-        The terms of every leaf, chosen by `layout`, each checked against autograd at the first examples.
+        The terms of every leaf, chosen by the layout, each checked against autograd at the first examples.
     mapped
         Whether examples are mapped over by `torch.func.vmap`.
     batch_size, output_batch
@@ -58,10 +60,8 @@ class TorchPass:
     def __init__(
         self,
         network: Network,
-        source: Arrays | Dataset,
-        layout: str,
-        budget: int,
-        batch_size: int | None,
+        source: Examples,
+        options: BuildOptions,
         wrong: Collection[str] = (),
         mapped_over: bool = True,
     ) -> None:
@@ -76,7 +76,8 @@ class TorchPass:
         self.wrong = {name for name in network.selected if path_of(name) in wrong}
         while True:
             with self._timed("choice"):
-                self.cut = choose_terms(network, truth.layers, truth.outside, self.n_outputs, layout, self.wrong)
+                found = truth.layers, truth.outside
+                self.cut = choose_terms(network, *found, self.n_outputs, options.layout, self.wrong)
             with self._timed("comparison"):
                 differing = self._tried(network.tensors(first), example, truth)
                 if not (differing or self.mapped):
@@ -89,7 +90,7 @@ class TorchPass:
                 continue
             self.refuse_generic(differing, 0)
             self.wrong |= differing
-        self._size(truth, budget, batch_size, source.n_examples)
+        self._size(truth, options, source.n_examples)
 
     @contextmanager
     def _timed(self, step: str) -> Iterator[None]:
@@ -113,7 +114,7 @@ class TorchPass:
             return set()  # the build reports such examples
         return self._differing(self._formed(held, generic), truth.gradients)
 
-    def _tried_elsewhere(self, source: Arrays | Dataset) -> set[str]:
+    def _tried_elsewhere(self, source: Examples) -> set[str]:
         """The same at a few other examples: a module that cannot be mapped may look at values and branch."""
         draw = np.random.default_rng(0)
         for n in draw.permutation(source.n_examples)[:ELSEWHERE]:
@@ -215,19 +216,28 @@ class TorchPass:
         _, inputs, back, rows = self._values_in_turn(mapped(lambda leaf: leaf[None], example), weights[None])
         return {**inputs, **back}, rows
 
-    def _size(self, truth: _Plain, budget: int, batch_size: int | None, n_examples: int) -> None:
-        allowed = Budget(budget).split(**TORCH_BUILD)["device_pass"]
+    def _size(self, truth: _Plain, options: BuildOptions, n_examples: int) -> None:
+        budget = device_budget(self.network.device, options)
+        allowed = budget.split(**TORCH_PASS)["estimated"]
         cut, itemsize = self.cut, self.network.dtype.itemsize
         numbers = sum(leaf.size for leaf in cut.leaves if leaf.dense)
         numbers += sum(layer.cotangents.numbers(1) for layer in cut.layers)
         once = truth.saved_bytes + itemsize * sum(layer.inputs.numbers(1) for layer in cut.layers)
         each = 2 * itemsize * numbers + truth.largest_saved
-        self.output_batch = max(1, min(self.n_outputs, (allowed - once) // each))
+        self.output_batch = max(1, min(self.n_outputs, options.output_batch or (allowed - once) // each))
         needed = once + self.output_batch * each
         wanted = BATCH_BYTES.get(self.network.device.type, BATCH_BYTES_ELSEWHERE)
         fits = max(1, min(min(allowed, wanted) // needed, LARGEST_BATCH))
-        self.batch_size = min(batch_size or fits, n_examples)
+        self.batch_size = min(options.batch_size or fits, n_examples)
         self.bytes_needed = needed * (self.batch_size if self.mapped else 1)
+        if options.device_memory is not None and self.bytes_needed > budget.total:
+            smaller = ["--batch-size (batch_size=)"] * (self.batch_size > 1)
+            smaller += ["--output-batch (output_batch=)"] * (self.output_batch > 1)
+            raise InvalidRequestError(
+                f"--device-memory {budget.total:,}: a batch of {self.batch_size} example(s) and {self.output_batch} "
+                f"output(s) takes about {format_size(self.bytes_needed)}; give "
+                f"{'a smaller ' + ' or '.join(smaller) + ', or ' if smaller else ''}more (device_memory=)"
+            )
 
     def outputs(self, examples: Any) -> torch.Tensor:
         """Outputs `(K,)` of the first of some examples, without hooks."""
@@ -334,6 +344,15 @@ class TorchPass:
         """Cotangents of one output in the form of operands, and flat rows."""
         back = {layer.cotangents.name: layer.as_cotangents(zeros[layer.key]) for layer in self.cut.layers}
         return back, {name: row.reshape(-1) for name, row in generic.items()}
+
+
+def device_budget(device: torch.device, options: BuildOptions) -> Budget:
+    """What a pass may take: of what is free on a GPU, on a CPU of the host's memory."""
+    if options.device_memory is not None:
+        return Budget(options.device_memory)
+    if device.type == "cuda":
+        return Budget(Budget(int(torch.cuda.mem_get_info(device)[0])).split(**ACCELERATOR)["jacstore"])
+    return Budget(Budget(options.memory).split(**TORCH_BUILD)["device_pass"])
 
 
 class _Plain:
