@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -75,3 +77,27 @@ def test_a_build_of_pytorch_reports_all_that_a_build_does():
     assert set(report) - {one.name for one in fields(BuildReport)} == {
         *("seconds_start", "seconds_audit", "examples_audited", "vmap")
     }
+
+
+def test_what_was_validated_is_used_and_not_looked_up_by_key_again():
+    package = Path(jacstore.__file__).parent
+    raw = re.compile(r"""\.(?:record\([^()]*\)|requested|resolved)(?:\[["']|\.get\()""")
+    # What decides a store's rows has fields of whoever wrote it: those alone are looked up by name.
+    of_any_writer = {"kernels/lazy.py", "operators/stored.py", "verification/target_checks.py"}
+    found = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if raw.search(path.read_text(encoding="utf-8")) is not None
+    }
+    assert found == of_any_writer
+
+
+def test_a_record_and_a_request_are_read_as_values(place):
+    _, store, kernel = place
+    for number in range(store.n_units):
+        record, written = store.unit(number), store.record(number)
+        assert (record.start, record.stop) == store.unit_range(number)
+        assert record.files == written["files"] and record.inputs == written["inputs"]
+    assert (kernel.request.store, kernel.request.other, kernel.request.tile) == (store.identity(), None, None)
+    assert (kernel.choices.engine, kernel.choices.precision) == (kernel.engine, kernel.precision)
+    assert store.choices.codec == store.report["codec"]

@@ -78,7 +78,7 @@ class Gram:
                 f"outputs={outputs}: {kernel.path} has {self.n_outputs} row(s) per example; leave outputs= out"
             )
         self.array, self.where, self.mode, self.symmetric = kernel.array, kernel.path, mode, kernel.plan.symmetric
-        self.roundoff = max(STORED[kernel.dtype.name], PRODUCTS[kernel.resolved["precision"]])
+        self.roundoff = max(STORED[kernel.dtype.name], PRODUCTS[kernel.precision])
         self.exact_diagonal = bool(getattr(kernel, "exact_diagonal", False))
 
     def _describe_array(self, given: Any, outputs: int | None) -> None:
@@ -231,8 +231,8 @@ def cross_gram(given: Any, of: Gram) -> Gram:
             "are columns that are the rows of the second: gram(other_store, store) in the same mode"
         )
     if cross.kernel is not None and of.kernel is not None:
-        asked = cross.kernel.requested
-        if (asked["other"] or asked["store"]) != of.kernel.requested["store"]:
+        asked = cross.kernel.request
+        if (asked.other or asked.store) != of.kernel.request.store:
             raise InvalidRequestError(
                 f"{cross.where} was made from another store than {of.where}; its columns must be the rows of that one: "
                 "gram(other_store, store)"

@@ -44,9 +44,8 @@ class Work:
         if "engine" in self.kept:
             kept: Engine = self.kept["engine"]
             return kept
-        resolved = self.kernel.resolved
-        stored = common_dtype(self.rows, self.cols)
-        made = make_engine(resolved["engine"], resolved["precision"], stored, self.device_memory, self.threads)
+        kernel, stored = self.kernel, common_dtype(self.rows, self.cols)
+        made = make_engine(kernel.engine, kernel.precision, stored, self.device_memory, self.threads)
         # That of a device counts the memory that the accumulators of its item leave.
         return self.kept.setdefault("engine", made) if made.name == "blas" else made
 

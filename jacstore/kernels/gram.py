@@ -302,7 +302,7 @@ class _Job:
     def _opened(self, files: Files) -> Kernel:
         """The kernel that was begun, if it is the one that is asked for; tiles that nobody asks for are its own."""
         kernel = Kernel(files, self.out)
-        tile = kernel.requested.get("tile") if self.tile is None else self.tile
+        tile = kernel.request.tile if self.tile is None else self.tile
         compare_requested(self.out, kernel.requested, self.requested | {"tile": tile})
         require_plan_of(kernel, self.rows, self.cols)
         return kernel

@@ -104,15 +104,18 @@ class Kernel:
             check_kernel(found)
         except DamagedDataError as error:
             raise DamagedDataError(f"{where}: its attributes are damaged: {error}") from error
+        # As it was written, to be compared with a later request, and as reading it needs it.
         self.requested: dict[str, Any] = attributes["fingerprint"]
-        self.resolved: dict[str, Any] = attributes["resolved"]
+        self.request, self.choices = found.fingerprint, found.resolved
+        self._numerics: dict[str, Any] = attributes["resolved"].get("numerics", {})
         self.versions, self.stores = found.versions, list(found.stores)
-        self.plan, self.leaves = found.resolved.plan, list(found.resolved.leaves)
-        self.mode, self.triangle = self.plan.mode.value, found.fingerprint.triangle
-        self.dtype = np.dtype(found.fingerprint.dtype)
+        self.plan, self.leaves = self.choices.plan, list(self.choices.leaves)
+        self.mode, self.triangle = self.plan.mode.value, self.request.triangle
+        self.dtype = np.dtype(self.request.dtype)
         self.layouts = layouts(self.plan, self.leaves, self.dtype.name)
         totals = {"tiles": self.n_records, "suspect": self.n_records, "item": len(self.plan.items)}
-        self.ledger = Ledger(files, short_hash([self.requested, self.resolved]), totals, sealed=found.sealed)
+        owner = short_hash([self.requested, attributes["resolved"]])
+        self.ledger = Ledger(files, owner, totals, sealed=found.sealed)
         self._tiles: dict[str, list[Any]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -136,28 +139,27 @@ class Kernel:
     @property
     def engine(self) -> str:
         """What multiplied: blas or xla."""
-        return str(self.resolved["engine"])
+        return self.choices.engine
 
     @property
     def precision(self) -> str:
         """Type of the products."""
-        return str(self.resolved["precision"])
+        return self.choices.precision
 
     @property
     def numerics(self) -> dict[str, Any]:
         """What decided the digits: types of storage, products and sums, the device, expected errors."""
-        found: dict[str, Any] = self.resolved.get("numerics", {})
-        return found
+        return self._numerics
 
     @property
     def rounded_to(self) -> str | None:
         """The lower type that rows were rounded to before they were multiplied."""
-        return self.numerics.get("rounded_to")
+        return self.choices.numerics.rounded_to
 
     @property
     def exact_diagonal(self) -> bool:
         """Whether the diagonal holds exact norms, not those of the stored rows: then it is not J Jᵀ of the stored J."""
-        return bool(self.requested.get("exact_diagonal", False))
+        return self.request.exact_diagonal
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ class KernelRequest(Open):
     store: str
     other: str | None
     exact_diagonal: bool = False
+    tile: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

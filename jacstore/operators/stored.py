@@ -343,7 +343,7 @@ def _refuse_other_kernel(jacobian: JacobianOperator, kernel: Kernel) -> None:
         raise InvalidRequestError(
             f"{kernel.path}: a kernel of mode {kernel.mode}; needed is one whole kernel of mode full (kernel=)"
         )
-    if (kernel.requested["store"], kernel.requested["other"]) != (store.identity(), None):
+    if (kernel.request.store, kernel.request.other) != (store.identity(), None):
         raise RequestMismatchError(f"{kernel.path} is not the kernel of {store.path}; give that store's own (kernel=)")
     if jacobian.shape[1] != store.n_parameters:
         raise InvalidRequestError(

@@ -128,7 +128,7 @@ def refuse_other_inputs(writer: StoreWriter, read: Callable[[int, int], Any]) ->
     chosen = {*done[:1], *done[-1:], *random.sample(done, min(len(done), UNITS_REHASHED - 2))}
     for unit in sorted(chosen):
         start, stop = store.unit_range(unit)
-        if hash_inputs(read, start, stop, REHASHED_AT_ONCE) != store.record(unit).get("inputs"):
+        if hash_inputs(read, start, stop, REHASHED_AT_ONCE) != store.unit(unit).inputs:
             raise RequestMismatchError(
                 f"{store.path} was built from another request (inputs: examples {start} to {stop - 1} changed); "
                 "give the same inputs, choose another --out (out=), or start over with --overwrite (overwrite=True)"

@@ -10,7 +10,7 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -58,6 +58,8 @@ class UnitRecord(Open):
     nonfinite_examples: tuple[int, ...]
     files: dict[str, Any]
     rounding: Rounding | None = None
+    # A hash of the inputs; rows that came from outside may have none, or a fact of that name.
+    inputs: Any = None
 
 
 class JacobianStore:
@@ -92,18 +94,19 @@ class JacobianStore:
         self.n_examples, self.n_outputs, self.n_parameters = found.N, found.K, found.P
         self.leaves = tuple(leaf.with_constants(self._stored) for leaf in found.leaves)
         self.operands = found.operands
-        self.requested: dict[str, Any] = attributes["fingerprint"]
-        self.resolved: dict[str, Any] = attributes["resolved"]
+        self.requested = found.fingerprint
         self.versions = found.versions
         self.left_out = [list(entry) for entry in found.left_out]
         self.choices = found.resolved
-        self.dtype, self.unit_size = found.resolved.dtype, found.resolved.unit_size
-        self.layouts = {layout.name: layout for layout in found.resolved.arrays}
-        owner = short_hash([self.requested, self.resolved])
+        self.dtype, self.unit_size = self.choices.dtype, self.choices.unit_size
+        self.layouts = {layout.name: layout for layout in self.choices.arrays}
+        # What was resolved with what other versions may have added to it: the hash and `info` are of all of it.
+        self._numerics: dict[str, Any] = attributes["resolved"].get("numerics", {})
+        owner = short_hash([attributes["fingerprint"], attributes["resolved"]])
         totals = dict.fromkeys(("unit", "suspect"), self.n_units)
         self.ledger = Ledger(files, owner, totals, sealed=found.sealed)
         self.decoded_bytes_read = 0
-        self._records: dict[int, dict[str, Any]] = {}
+        self._records: dict[int, tuple[dict[str, Any], UnitRecord]] = {}
         self._lock = threading.Lock()
         self._scratch = threading.local()
         self._readers: ThreadPoolExecutor | None = None
@@ -156,13 +159,12 @@ class JacobianStore:
     @property
     def numerics(self) -> dict[str, Any]:
         """What decided the digits: types of storage, computing, products and sums, and the device."""
-        found: dict[str, Any] = self.resolved.get("numerics", {})
-        return found
+        return self._numerics
 
     @property
     def lowest(self) -> str:
         """The lowest precision in the function; that of the build where rows came from outside."""
-        return str(self.numerics.get("lowest") or compute_dtype(self.dtype))
+        return self.choices.numerics.lowest or compute_dtype(self.dtype)
 
     @property
     def rounding(self) -> dict[str, Any]:
@@ -170,7 +172,7 @@ class JacobianStore:
 
         `gain` is None where none was looked at.
         """
-        return _largest_rounding(self.record(unit) for unit in self.ledger.done("unit"))
+        return _largest_rounding(self.unit(unit) for unit in self.ledger.done("unit"))
 
     @property
     def n_columns(self) -> int:
@@ -192,7 +194,7 @@ class JacobianStore:
     @property
     def nonfinite_examples(self) -> list[int]:
         """Examples that were stored with NaN or infinity in their rows."""
-        return [n for unit in self.ledger.done("unit") for n in self.record(unit)["nonfinite_examples"]]
+        return [n for unit in self.ledger.done("unit") for n in self.unit(unit).nonfinite_examples]
 
     @property
     def outputs(self) -> np.ndarray:
@@ -223,17 +225,30 @@ class JacobianStore:
 
     def identity(self) -> str:
         """A hash of the request and of every stored byte: equal only for equal stores."""
-        records = [self.record(unit)["files"] for unit in self.ledger.done("unit")]
+        records = [self.unit(unit).files for unit in self.ledger.done("unit")]
         return short_hash([self.requested, records])
 
     def record(self, unit: int) -> dict[str, Any]:
-        """The record of a finished unit."""
+        """The record of a finished unit as it was written, with the facts that its writer added."""
+        return self._read_record(unit)[0]
+
+    def unit(self, unit: int) -> UnitRecord:
+        """What the record of a finished unit says, as reading needs it.
+
+        Raises
+        ------
+        DamagedDataError
+            If it is missing, or cannot be about this unit.
+        """
+        return self._read_record(unit)[1]
+
+    def _read_record(self, unit: int) -> tuple[dict[str, Any], UnitRecord]:
         with self._lock:
             found = self._records.get(unit)
         if found is None:
             try:
-                found = self.ledger.read("unit", unit)
-                self._check_record(unit, found)
+                written = self.ledger.read("unit", unit)
+                found = written, self._checked_record(unit, written)
             except DamagedDataError as error:
                 raise DamagedDataError(
                     f"{self.path}: the record of unit {unit} is damaged: {error}; run the same build again to "
@@ -243,9 +258,9 @@ class JacobianStore:
                 self._records[unit] = found
         return found
 
-    def _check_record(self, unit: int, found: dict[str, Any]) -> None:
+    def _checked_record(self, unit: int, written: dict[str, Any]) -> UnitRecord:
         """Refuse a record that cannot be this unit's: other examples, other files, sizes that they cannot have."""
-        record = typed(UnitRecord, found)
+        record = typed(UnitRecord, written)
         start, stop = self.unit_range(unit)
         if (record.start, record.stop) != (start, stop):
             raise DamagedDataError(f"it is about examples {record.start} to {record.stop - 1}")
@@ -261,6 +276,7 @@ class JacobianStore:
             layout.check_record(facts, file, name)
         if not all(start <= n < stop for n in record.nonfinite_examples):
             raise DamagedDataError("it names examples that are not the unit's")
+        return record
 
     def require_complete(self) -> None:
         """Refuse to go on with a store that is not finished.
@@ -283,7 +299,7 @@ class JacobianStore:
 
     def summary(self) -> StoreInfo:
         """The same as a value."""
-        records, damaged = readable(self.record, self.ledger.done("unit"))
+        records, damaged = readable(self.unit, self.ledger.done("unit"))
         return StoreInfo(
             store=self.path,
             examples=self.n_examples,
@@ -294,11 +310,11 @@ class JacobianStore:
             units_total=self.n_units,
             units_done=len(records),
             units_damaged=damaged,
-            bytes_stored=sum(record["bytes"] for record in records) + constant_bytes(self.leaves),
+            bytes_stored=sum(record.bytes for record in records) + constant_bytes(self.leaves),
             bytes_dense=self.n_examples * self.n_outputs * self.n_parameters * 4,
-            zero_rows=sum(record["zero_rows"] for record in records),
+            zero_rows=sum(record.zero_rows for record in records),
             zero_leaves=self._zero_leaves(records),
-            nonfinite_examples=[n for record in records for n in record["nonfinite_examples"]],
+            nonfinite_examples=[n for record in records for n in record.nonfinite_examples],
             complete=len(records) == self.n_units,
             format_version=FORMAT_VERSION,
             fingerprint=self.requested,
@@ -308,12 +324,12 @@ class JacobianStore:
             numerics=self._errors(records),
         )
 
-    def _zero_leaves(self, records: list[dict[str, Any]]) -> list[str]:
+    def _zero_leaves(self, records: list[UnitRecord]) -> list[str]:
         """Paths of the leaves whose part of every row so far is zero."""
-        zero = set.intersection(*(set(record.get("zero_leaves", ())) for record in records)) if records else set()
+        zero = set.intersection(*(set(record.zero_leaves) for record in records)) if records else set()
         return [leaf.path for n, leaf in enumerate(self.leaves) if n in zero]
 
-    def _errors(self, records: list[dict[str, Any]]) -> dict[str, Any]:
+    def _errors(self, records: list[UnitRecord]) -> dict[str, Any]:
         """The numerical record with what rounding for storage does to kernel entries, relative to sqrt(G_ii G_jj)."""
         rounding = _largest_rounding(records)
         expected, worst = stored_error(self.dtype, self.lowest, rounding)
@@ -438,7 +454,7 @@ class JacobianStore:
         return held[: math.prod(shape) * np.dtype(dtype).itemsize].view(dtype).reshape(shape)
 
     def _file_facts(self, unit: int, name: str) -> list[Any]:
-        facts: list[Any] = self.record(unit)["files"][name]
+        facts: list[Any] = self.unit(unit).files[name]
         return facts
 
     def _damaged(self, unit: int, array: str, columns: slice, what: str) -> DamagedDataError:
@@ -494,7 +510,7 @@ class JacobianStore:
         """What is wrong with a unit, file by file: its record, and every byte of every file against that record."""
         whole = slice(0, self.n_parameters)
         try:
-            files = self.record(unit)["files"]
+            files = self.unit(unit).files
         except DamagedDataError as error:
             yield str(error)
             return
@@ -522,7 +538,7 @@ class JacobianStore:
     def sizes_match(self, unit: int) -> bool:
         """Whether all files of a unit are there with the recorded size: cheap, sees what is missing or torn."""
         try:
-            return all(self.files.size(name) == facts[0] for name, facts in self.record(unit)["files"].items())
+            return all(self.files.size(name) == facts[0] for name, facts in self.unit(unit).files.items())
         except DamagedDataError:
             return False
 
@@ -603,11 +619,11 @@ def leaf_table(leaves: Sequence[Leaf], operands: Sequence[Operand], n_outputs: i
     return table
 
 
-def _largest_rounding(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def _largest_rounding(records: Iterable[UnitRecord]) -> dict[str, Any]:
     """The largest of what units saw of rounding, as `JacobianStore.rounding`."""
-    seen = [record["rounding"] for record in records if record.get("rounding") is not None]
+    seen = [record.rounding for record in records if record.rounding is not None]
     largest: dict[str, Any] = {"gain": None, "amplification": 1.0, "measured": None}
-    return {key: max((facts[key] for facts in seen), default=unknown) for key, unknown in largest.items()}
+    return {key: max((getattr(facts, key) for facts in seen), default=unknown) for key, unknown in largest.items()}
 
 
 def open_store(path: str) -> JacobianStore:

@@ -231,7 +231,7 @@ class _Factors:
         for unit in range(store.n_units):
             start, stop = store.unit_range(unit)
             whole = {name: store.read_operand(name, start, stop) for name in self.leaf.operands}
-            for n in store.record(unit)["nonfinite_examples"]:
+            for n in store.unit(unit).nonfinite_examples:
                 for values in whole.values():
                     values[n - start] = 0
             for a in range(start, stop, at_once):

@@ -114,12 +114,12 @@ class TargetChecks:
     def _inputs(self) -> Check:
         """Hashes of the inputs of every unit."""
         store, tally = self.store, Tally(EVERYTHING[0])
-        units = [unit for unit in self.checks.units if "inputs" in store.record(unit)]
+        units = [unit for unit in self.checks.units if store.unit(unit).inputs is not None]
         if not units:
             return skipped(tally.name, "no unit's record names its inputs")
         for unit in units:
             start, stop = store.unit_range(unit)
-            if hash_inputs(self._read, start, stop, INPUTS_AT_ONCE) != store.record(unit)["inputs"]:
+            if hash_inputs(self._read, start, stop, INPUTS_AT_ONCE) != store.unit(unit).inputs:
                 tally.fault(f"inputs of unit {unit} (examples {start} to {stop - 1}) are not those that were built")
                 self.same = False
         return tally.done()
@@ -128,7 +128,7 @@ class TargetChecks:
         """Rows (example, output) to recompute, among those of units in which nothing was found wrong."""
         store, k = self.store, self.store.n_outputs
         examples = [n for unit in self.checks.units for n in range(*store.unit_range(unit))]
-        known = {n for unit in self.checks.units for n in store.record(unit)["nonfinite_examples"]}
+        known = {n for unit in self.checks.units for n in store.unit(unit).nonfinite_examples}
         finite = [n for n in examples if n not in known]
         total = len(finite) * k
         picked = range(total) if full else sorted(draw.choice(total, min(samples, total), replace=False))

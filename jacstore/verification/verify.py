@@ -156,7 +156,7 @@ def _verify_kernel(
 
 def _stores_of(kernel: Kernel, given: Stores | None) -> tuple[list[JacobianStore] | None, Check]:
     """The kernel's stores, if they are there and still hold what it was assembled from."""
-    wanted = [kernel.requested["store"], *filter(None, [kernel.requested["other"]])]
+    wanted = [kernel.request.store, *filter(None, [kernel.request.other])]
     places: list[JacobianStore | str | Path] = [*kernel.store_paths]
     if given is not None:
         one = isinstance(given, JacobianStore | str | Path)
