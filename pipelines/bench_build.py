@@ -25,7 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jacstore
-from jacstore.base.devices import device_budget
+from jacstore.base.budget import BUILD, Budget
+from jacstore.base.devices import device_memory
 from jacstore.base.events import Started
 from jacstore.base.machine import cores, parse_size
 from jacstore.problem.problem import prepare
@@ -108,7 +109,7 @@ def measure(problem: jacstore.Problem, dtype: str, given: argparse.Namespace) ->
             prepared,
             cut_before_products(prepared, "dense", float64=False),
             stored_dtype=dtype,
-            budget=device_budget(None, memory),
+            budget=device_memory(None, Budget(memory).split(**BUILD)),
             unit_size=store.unit_size,
             batch_size=store.report["batch_size"],
         )

@@ -409,11 +409,12 @@ def placed(word, finished, folder):
 
 def test_the_plan_of_a_build_is_printed_and_nothing_is_written(target, tmp_path):
     text = done("build", target, "--out", tmp_path / "new" / "run.jac", "--dry-run", "--unit-size", 4)
-    for named in ("7.92 kB", "free", "files", "12 in 3 units of 4 examples", "expected", "compiling", "memory"):
+    for named in ("7.92 kB", "free", "files", "12 in 3 units of 4 examples", "expected", "compiling", "unit_buffers"):
         assert named in text
     assert re.search(r"computes J \d+\.\d times", text) and re.search(r"storing (pays|does not pay)", text)
     facts = one_object("build", target, "--out", tmp_path / "new" / "run.jac", "--dry-run")
     assert facts["bytes_to_store"] == 10 * 3 * 66 * 4 and facts["bytes_free"] > 0
+    assert 0 < sum(facts["memory_parts"].values()) <= facts["memory"]
     assert isinstance(facts["storing_pays"], bool) and facts["recompute_passes"] >= 1
     assert os.listdir(tmp_path) == []
 
@@ -441,6 +442,7 @@ def test_the_plan_of_a_gram_is_printed_and_nothing_is_written(finished, tmp_path
     facts = one_object("gram", finished, "--out", tmp_path / "run.ntk", "--dry-run", "--tile", 4)
     # Tiles at the border are whole chunks in the file.
     assert facts["bytes_to_store"] == 8 * 9 * (4 * 3) ** 2 and facts["passes"] == 1.0
+    assert sum(facts["memory_parts"].values()) == facts["memory"] and "accumulators 4.9 kB" in text
     assert os.listdir(tmp_path) == [] and contents(finished.parent) == before
 
 

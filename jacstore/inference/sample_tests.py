@@ -1,4 +1,4 @@
-"""In: samples, the store and kernel that they claim to be of. Out: p-values of what they must be distributed like.
+"""Tests of posterior samples: p-values of what they must be distributed like, given the store and its kernel.
 
 `z ~ N(0, A⁻¹)` makes `zᵀ A z` chi-squared with P degrees of freedom. Where P is much larger than the rank r of J that
 test hardly sees the data. With `J Jᵀ = U diag(lam) Uᵀ` and `y = Uᵀ J z` the sharper one looks at both parts apart:

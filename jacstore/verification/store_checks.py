@@ -1,4 +1,4 @@
-"""In: a store. Out: checks of its records, of every byte, and of its rows against norms taken before rounding.
+"""Checks of a store: its records, every byte, and its rows against norms taken before rounding.
 
 What is checked is derived afresh; a unit that fails is marked, so that the next build recomputes just that unit.
 """
