@@ -624,7 +624,7 @@ def test_help_shows_the_words_of_a_flag_and_another_word_is_one_line_with_all_of
 def test_debug_shows_the_traceback_and_the_line(finished, tmp_path):
     result = invoke("gram", finished, "--out", tmp_path / "run.ntk", "--scheduler", "half", "--debug")
     assert result.exit_code == 2 and result.stdout == ""
-    assert result.stderr.startswith("Traceback (most recent call last):") and "assembly.py" in result.stderr
+    assert result.stderr.startswith("Traceback (most recent call last):") and "gram.py" in result.stderr
     assert result.stderr.splitlines()[-1].startswith("jacstore: --scheduler half")
 
 
