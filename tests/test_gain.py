@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -184,3 +186,102 @@ def test_a_damaged_constant_is_refused_and_written_anew_by_the_same_build(tmp_pa
     again = jacstore.build(problem, tmp_path / "run.jac")
     assert again.report["units_computed"] == 0
     assert np.array_equal(again.array.compute(scheduler="synchronous"), rows)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["mask at several positions", "filter", "normalised columns"])
+def test_stores_in_every_type_and_kernels_of_them_are_verified(name, dtype):
+    apply, params, inputs, _ = CASES[name]
+    problem = Problem(apply=apply, params=params, inputs=inputs)
+    store = jacstore.build(problem, None, dtype=dtype, layout="factored")
+    assert "gain" in terms_of(store)
+    assert jacstore.verify(store, problem=problem).ok
+    kernel = jacstore.gram(store)
+    assert jacstore.verify(kernel).ok
+
+
+@pytest.mark.parametrize("options", [{"engine": "xla"}, {"engine": "xla", "mode": "blocks"}, {"tile": 2}])
+@pytest.mark.parametrize("name", ["mask", "normalised rows"])
+def test_engines_and_plans_agree(made, name, options):
+    store, _ = made(name)
+    truth, found = (jacstore.gram(store, **more) for more in ({**options, "engine": "blas"}, options))
+    truth, found = (kernel.array.compute(scheduler="synchronous") for kernel in (truth, found))
+    assert np.linalg.norm(found - truth) <= 1e-6 * np.linalg.norm(truth)
+
+
+def test_columns_in_narrow_slabs_are_those_of_whole_rows(made, monkeypatch):
+    from jacstore.terms.expand_rows import expanded_slabs
+
+    monkeypatch.setattr("jacstore.terms.expand_rows.EXPANDED_BYTES", 1)
+    for name in CASES:
+        store, rows = made(name)
+        for leaf in (leaf for leaf in store.leaves if not leaf.dense):
+            operands = {name: store.read_operand(name, 0, N) for name in leaf.operands}
+            slabs = [slab for (slab,) in expanded_slabs(leaf, [operands], 7, patches_kept=False)]
+            assert len(slabs) > 1 or leaf.size < 8
+            part = rows[..., leaf.offset : leaf.offset + leaf.size]
+            found = sum(np.einsum("nkp,mop->nkmo", slab, slab) for slab in slabs)
+            truth = np.einsum("nkp,mop->nkmo", part, part)
+            assert np.linalg.norm(found - truth) <= 1e-12 * np.linalg.norm(truth)
+
+
+def test_a_build_that_was_stopped_continues_and_keeps_the_first_constant(tmp_path):
+    problem = Problem(apply=lambda p, x: three(x @ (p * MASK)), params=W, inputs=X)
+    whole = jacstore.build(problem, None, unit_size=2).array.compute(scheduler="synchronous")
+    jacstore.build(problem, tmp_path / "run.jac", unit_size=2, part="1/2")
+    store = jacstore.build(problem, tmp_path / "run.jac", unit_size=2)
+    assert store.report["units_reused"] == 1
+    assert np.array_equal(store.array.compute(scheduler="synchronous"), whole)
+    other = Problem(apply=lambda p, x: three(x @ (p * ~MASK)), params=W, inputs=X)
+    with pytest.raises(jacstore.RequestMismatchError):
+        jacstore.build(other, tmp_path / "run.jac", unit_size=2)
+
+
+def test_a_constant_that_was_rounded_otherwise_is_no_other_request(tmp_path):
+    from dataclasses import replace
+
+    apply, params, inputs, _ = CASES["mask"]
+    store = jacstore.build(Problem(apply=apply, params=params, inputs=inputs), None)
+    leaves = [leaf.with_constants(lambda c: replace(c, source=c.values())) for leaf in store.leaves]
+    rounded = [leaf.with_constants(lambda c: c.of(c.name, c.values() * np.float32(1 + 1e-7))) for leaf in leaves]
+    for given in (leaves, rounded):
+        writer = jacstore.StoreWriter(tmp_path / "run.jac", given, N, 3, operands=store.operands)
+        (constant,) = writer.store.leaves[0].constants
+        assert np.array_equal(constant.values(), leaves[0].constants[0].values())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("maps", []),
+        ("maps", [["reshape", [1, 24, 40]], ["gain", [1]]]),
+        ("maps", [["reshape", [1, 24, 41]]]),
+        ("maps", [["reshape", [1, 24, 40]], ["sum", [3]]]),
+        ("maps", [["reshape", [1, 24, 40]], ["sum", [1]]]),
+        ("maps", [["reshape", [1, 24, 40]], ["repeat", [2, 24, 41]]]),
+        ("maps", [["reshape", [1, 24, 40]], ["transpose", [0, 1]]]),
+        ("maps", [["reshape", [1, 24, 40]], ["power", [2]]]),
+        ("constants", []),
+    ],
+)
+def test_maps_that_contradict_themselves_are_refused(made, field, value):
+    from jacstore.base.schema import typed
+    from jacstore.store.metadata import StoreAttributes, check_store
+
+    store, _ = made("mask")
+    attributes = {
+        "N": N,
+        "K": 3,
+        "P": W.size,
+        "leaves": [leaf.to_dict() for leaf in store.leaves],
+        "operands": [operand.to_dict() for operand in store.operands],
+        "left_out": [],
+        "fingerprint": {},
+        "resolved": store.resolved,
+        "versions": {},
+    }
+    attributes = json.loads(json.dumps(attributes))
+    check_store(typed(StoreAttributes, attributes))
+    attributes["leaves"][0]["terms"][0][field] = value
+    with pytest.raises(DamagedDataError):
+        check_store(typed(StoreAttributes, attributes))

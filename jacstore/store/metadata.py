@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from jacstore.base.schema import Open
 from jacstore.errors import DamagedDataError
 from jacstore.storage.chunks import ArrayLayout
 from jacstore.store.unit_buffers import storage_dtype
-from jacstore.terms.kinds import Leaf, Operand
+from jacstore.terms.kinds import Constant, Leaf, Operand
 from jacstore.terms.term import AXES
 
 # NumPy counts bytes in 63 bits.
@@ -112,14 +112,17 @@ def _check_leaves(found: StoreAttributes) -> None:
         for term in leaf.factored:
             wrong = term.contradiction(shapes)
             _need(wrong is None, f"leaf {leaf.path!r} must {wrong}")
-        _check_constants(leaf)
+            _need(term.makes(leaf.size), f"leaf {leaf.path!r} must have as many columns as its maps make")
         offset += leaf.size
     _need(offset == found.P, f"leaves must have P = {found.P} columns")
+    constants = {constant for leaf in found.leaves for constant in leaf.constants}
+    _check_constants(constants)
     _need(len({leaf.path for leaf in found.leaves}) == len(found.leaves), "every leaf must have a path of its own")
 
 
-def _check_constants(leaf: Leaf) -> None:
-    for constant in leaf.constants:
+def _check_constants(constants: Collection[Constant]) -> None:
+    _need(len({constant.name for constant in constants}) == len(constants), "every constant must have its own name")
+    for constant in constants:
         named = f"constant {constant.name!r}"
         _need(re.fullmatch(r"\w[\w.-]*", constant.name) is not None, f"{named} must have a plain name")
         _need(constant.dtype in ("float32", "float64"), f"{named} must be of type float32 or float64")

@@ -94,6 +94,9 @@ class Gain(Factored):
             fits = False
         return None if fits else "have maps that fit its block and constants"
 
+    def makes(self, size: int) -> bool:
+        return math.prod(self._shapes()[-1]) == size
+
     def _shapes(self) -> list[tuple[int, ...]]:
         """Shapes of the values after each step.
 

@@ -206,6 +206,10 @@ class Factored:
         """What its numbers must be and are not, beside operands of these shapes; None if all fit."""
         return None
 
+    def makes(self, size: int) -> bool:
+        """Whether its maps end in as many numbers as a leaf has."""
+        return True
+
     # ----------------------------------------------------------------------------------------------------------- rows
 
     def block(self, operands: Operands, xp: Any = np) -> Any:

@@ -191,12 +191,12 @@ def _choose(
     cores = [core for leaf, take in zip(found, chosen, strict=True) if take for core in leaf.terms]
     stored = {core.cotangents.key for core in cores}
     held = stored | {core.inputs.key for core in cores if core.inputs}
-    for n, leaf in enumerate(found):
+    for n, (leaf, (_, shape, _)) in enumerate(zip(found, described, strict=True)):
         if leaf.pending and leaf.terms:
             chosen[n] = all(core.cotangents.key in stored for core in leaf.terms)
             leaf.why = "its layer's cotangents" if chosen[n] else "its layer is stored as rows"
-        elif layout == "auto" and any(core.maps for core in leaf.terms):
-            # The length of a normalised weight, whose direction stores the same factors.
+        elif layout == "auto" and math.prod(shape) > 1 and any(core.maps for core in leaf.terms):
+            # The lengths of a normalised weight, whose direction stores the same factors.
             free = all(made.key in held for core in leaf.terms for made in (core.inputs, core.cotangents) if made)
             leaf.why = "its layer's factors" if free and not chosen[n] else leaf.why
             chosen[n] = chosen[n] or free
