@@ -5,6 +5,7 @@ Exit codes: 0 done; 2 the user must change something; 3 data failed a check; 130
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import json
@@ -13,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +34,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.received: str | None = None
+        self._ends_at_once = False
 
     def install(self) -> None:
         for name in SIGNALS:
@@ -40,9 +42,22 @@ class Stop:
                 signal.signal(getattr(signal, name), self._handle)
 
     def _handle(self, number: int, _: Any) -> None:
-        if self.received is not None:
+        again, self.received = self.received is not None, self.received or signal.Signals(number).name
+        if again or self._ends_at_once:
             raise KeyboardInterrupt
-        self.received = signal.Signals(number).name
+
+    @contextlib.contextmanager
+    def unasked(self) -> Iterator[None]:
+        """Inside, the user's lines run in the main thread: they do not ask, so that the first signal ends them.
+
+        Signals are handled anew after them, for what is imported there may have taken them.
+        """
+        self._ends_at_once = True
+        try:
+            yield
+        finally:
+            self._ends_at_once = False
+            self.install()
 
     def __call__(self) -> bool:
         return self.received is not None
@@ -179,7 +194,7 @@ def run(
     stop, lines = Stop(), Lines(shared.quiet)
     stop.install()
     try:
-        report = work(lines, stop) if at_once is None else _interruptible(work, lines, stop, at_once)
+        report = work(lines, stop) if at_once is None else interruptible(work, lines, stop, at_once)
         lines.close()
         said = json.dumps(_plain(report)) if shared.as_json else text(report)
         click.echo("\n".join(printable(line) for line in said.split("\n")))
@@ -209,7 +224,7 @@ def run(
         _fail(problem.with_traceback(error.__traceback__), 2, shared.debug, stop)
 
 
-def _interruptible(
+def interruptible(
     work: Callable[[Lines, Stop], dict[str, Any]], lines: Lines, stop: Stop, again: str
 ) -> dict[str, Any]:
     """What the work returns or raises. After a signal the process leaves, though LAPACK may run for minutes more.
