@@ -19,11 +19,12 @@ import numpy as np
 from scipy.sparse.linalg import LinearOperator
 
 from jacstore.base import machine
-from jacstore.base.devices import device_budget
+from jacstore.base.devices import device, device_budget
 from jacstore.base.machine import format_size
 from jacstore.errors import InvalidRequestError
 from jacstore.operators.parameter_columns import ParameterColumns
 from jacstore.operators.stored import real, real_number
+from jacstore.problem.inputs import examples_at_once
 from jacstore.problem.problem import Problem, precision_context, prepare
 from jacstore.problem.pytrees import computed, is_kind
 from jacstore.problem.user_errors import naming
@@ -164,6 +165,8 @@ class _Programs:
             raise InvalidRequestError(f"dtype {dtype!r}: allowed are float32 and float64 (dtype=)")
         self.float64 = dtype == "float64"
         self.memory = machine.default_memory(memory)
+        # What a program does not take: for columns, their product and inputs. An accelerator has memory of its own.
+        self.room = self.memory - (device_budget(None, self.memory) if device().platform == "cpu" else 0)
         self.batch_size = parse_count(batch_size, "--batch-size")
         self.prepared = prepare(problem, float64=self.float64)
         ends = list(itertools.accumulate(int(np.prod(leaf.shape)) for leaf in self.prepared.leaves))
@@ -213,7 +216,7 @@ class _Programs:
             return np.zeros((self.prepared.n_examples * k, 0))
         program = self._program("jvp", m)
         out = np.empty((self.prepared.n_examples, k, m))
-        self._require_memory(out.nbytes + x.size * 8, m)
+        self._require_memory(out.nbytes + x.size * 8, m, program.batch)
         spans = _blocks(m, program.columns)
         blocks = self._tangents(x, spans, program.columns)
         for (a, b), batch in self._batches(program.batch):
@@ -229,7 +232,7 @@ class _Programs:
         if not m:
             return np.zeros((width, 0))
         program = self._program(kind, m)
-        self._require_memory(width * m * 16, m)
+        self._require_memory(width * m * 16, m, program.batch)
         total = np.zeros((m, width))
         cotangents = x.reshape(-1, k, m) if kind == "vjp" else None
         spans = _blocks(m, program.columns)
@@ -244,9 +247,10 @@ class _Programs:
                     total[at, where] += np.asarray(part).reshape(program.columns, -1)[: at.stop - at.start]
         return total.T
 
-    def _require_memory(self, needed: int, n_columns: int) -> None:
-        """Refuse columns and a result that leave nothing of the budget for the program."""
-        allowed = self.memory - device_budget(None, self.memory)
+    def _require_memory(self, needed: int, n_columns: int, batch: int) -> None:
+        """Refuse columns and a result that leave nothing of the budget for the program and its inputs."""
+        each, beside = self.prepared.input_bytes
+        allowed = self.room - beside - 2 * each * batch
         if needed > allowed:
             raise InvalidRequestError(
                 f"--memory {self.memory:,}: {n_columns} column(s) and their product take {format_size(needed)}, "
@@ -337,7 +341,7 @@ class _Programs:
         if (kind, wanted) in self._compiled:
             return self._compiled[kind, wanted]
         budget = device_budget(None, self.memory)
-        columns, batch = wanted, min(self.batch_size or LARGEST_BATCH, self.prepared.n_examples)
+        columns, batch = wanted, self._largest_batch()
         while True:
             compiled, needed = self._compile(kind, batch, columns)
             if needed <= budget:
@@ -353,6 +357,17 @@ class _Programs:
                 )
         self._compiled[kind, wanted] = _Compiled(run=compiled, batch=batch, columns=columns)
         return self._compiled[kind, wanted]
+
+    def _largest_batch(self) -> int:
+        """Examples that may be read at once: half of the room is theirs, the other one that of columns."""
+        wanted = min(self.batch_size or LARGEST_BATCH, self.prepared.n_examples)
+        found = examples_at_once(self.prepared.input_bytes, self.room // 2, wanted)
+        if self.batch_size and found < wanted:
+            raise InvalidRequestError(
+                f"batch_size={self.batch_size}: at most {found} example(s) may be read at once, with --memory "
+                f"{self.memory:,}; give a smaller batch_size= or more memory (memory=)"
+            )
+        return found
 
     def _compile(self, kind: str, batch: int, columns: int) -> tuple[Any, int]:
         values = self._batch(0, min(batch, self.prepared.n_examples), batch)

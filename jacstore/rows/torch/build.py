@@ -136,11 +136,11 @@ def build(
                 listener=listener,
                 stop=stop,
             )
-            _refuse_small_memory(writer, passes, budget)
+            _refuse_small_memory(writer, passes, source, budget)
             try:
                 with writer:
                     listener(Started(what="units", total=len(writer.units), done=writer.reused))
-                    _refuse_other_results(writer, passes, source)
+                    _refuse_other_results(writer, passes, source, budget)
                     times = _run(writer, passes, source, listener, stop)
                 break
             except Differs as found:
@@ -258,25 +258,28 @@ def _run(
     return {**times, "seconds_audit": audit.seconds, "examples_audited": audit.examples}
 
 
-def _refuse_small_memory(writer: StoreWriter, passes: TorchPass, budget: int) -> None:
+def _refuse_small_memory(writer: StoreWriter, passes: TorchPass, source: Arrays | Dataset, budget: int) -> None:
     store = writer.store
     units = 2 * (store.bytes_decoded // store.n_examples * store.unit_size)
     on_host = passes.bytes_needed if passes.network.device.type == "cpu" else 0
-    if writer.missing and units + on_host > budget - writer.files.bytes_held:
+    each, beside = source.bytes_held()
+    reading = beside + 2 * each * passes.batch_size
+    if writer.missing and units + on_host + reading > budget - writer.files.bytes_held:
         raise InvalidRequestError(
             f"memory={budget:,}: two units of {store.unit_size} example(s) take {format_size(units)} and a batch of "
-            f"{passes.batch_size} about {format_size(on_host)}; give more memory (memory=), a smaller batch_size= or "
-            "unit_size="
+            f"{passes.batch_size} about {format_size(on_host)}, reading its inputs, whole chunks of them, "
+            f"{format_size(reading)}; give more memory (memory=), a smaller batch_size= or unit_size=, or inputs= in "
+            "smaller chunks"
         )
 
 
-def _refuse_other_results(writer: StoreWriter, passes: TorchPass, source: Arrays | Dataset) -> None:
+def _refuse_other_results(writer: StoreWriter, passes: TorchPass, source: Arrays | Dataset, budget: int) -> None:
     """Refuse other inputs, or other outputs at the same inputs, than those that finished units were made from.
 
     The text of a module does not say all that it computes: outputs of some finished examples are computed again.
     """
     store = writer.store
-    for unit in refuse_other_inputs(writer, source.read):
+    for unit in refuse_other_inputs(writer, source.read, source.bytes_held(), budget):
         start, _ = store.unit_range(unit)
         kept = torch.from_numpy(store.outputs[start])
         if not close(passes.outputs(source.read(start, start + 1)).to(kept), kept, passes.network.lowest):
