@@ -5,6 +5,8 @@ Children are forked from a server that has imported everything and computed noth
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import multiprocessing
 import os
@@ -29,13 +31,15 @@ class Job:
     """A build, or a gram with a checkpoint after every slab, small enough to be killed at every step.
 
     Kind "parts" is a gram in two parts, one after the other, whose sums over half of the columns are added up at last.
-    `large` makes a job an MLP of some 300,000 parameters and 400 examples, with checkpoints when they are due.
+    `large` makes a job an MLP of some 300,000 parameters and 400 examples, with checkpoints when they are due. Without
+    `locks` its file system has none.
     """
 
     kind: str
     out: str
     store: str = ""
     large: bool = False
+    locks: bool = True
     options: tuple[tuple[str, Any], ...] = ()
 
     def run(self, listener: Callable[[Any], None]) -> Any:
@@ -46,6 +50,8 @@ class Job:
         from jacstore.rows import build
         from jacstore.testing import mlp
 
+        if not self.locks:
+            fcntl.flock = _no_locks
         if not self.large:
             jacstore.store.layout.PIECE_COLUMNS = (PIECE_COLUMNS, PIECE_COLUMNS)
             jacstore.kernels.plan.schedule.SLAB_COLUMNS = PIECE_COLUMNS
@@ -64,6 +70,10 @@ class Job:
                 problem, self.out, layout="dense", unit_size=LARGE_UNIT, codec="none", listener=listener, **options
             )
         return build.build(mlp(10), self.out, unit_size=2, batch_size=1, codec="none", listener=listener, **options)
+
+
+def _no_locks(*_: object) -> None:
+    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -313,7 +313,7 @@ def test_what_is_kept_of_other_bytes_or_without_a_record_is_said_and_removed_too
     record.write_text("{}")
     (kept,) = one_object("info", kernels[0])["kept"]
     assert not kept["usable"] and kept["alpha"] is None and kept["bytes"] > 0
-    assert "not of the present bytes of the kernel" in done("clean", kernels[0])
+    assert "computed from earlier contents of the kernel" in done("clean", kernels[0])
     assert jacstore.clean(kernels[0]) == [] == jacstore.open(kernels[0]).info()["kept"]
 
 
@@ -397,6 +397,57 @@ def test_a_signal_ends_work_that_does_not_end_and_the_same_command_does_it_then(
     left = contents(tmp_path)
     assert before.items() <= left.items() and not [path for path in left if "lock-" in path]
     done(*words)
+
+
+# What frameworks do at import: only the main thread may.
+HANDLING = """
+import signal
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
+from jacstore.testing import mlp
+problem = mlp(10)
+"""
+SLOW = """
+import time
+from pathlib import Path
+Path(__file__).with_name("reached").touch()
+while True:
+    time.sleep(0.005)
+"""
+
+
+def test_a_target_that_handles_signals_at_import_is_verified_as_it_is_built(tmp_path):
+    target, out = tmp_path / "net.py", tmp_path / "run.jac"
+    target.write_text(HANDLING)
+    done("build", target, "--out", out)
+    assert "ok" in done("verify", out, "--target", target)
+
+
+def test_after_a_target_handled_signals_they_stop_the_command_again(tmp_path):
+    target, stop = tmp_path / "net.py", jacstore.cli.terminal.Stop()
+    target.write_text(HANDLING)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        jacstore.cli.commands._loaded(str(target), stop)
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert stop.received == "SIGTERM"
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("words", [("verify", "run.jac", "--target"), ("build", "--out", "new.jac")])
+def test_a_signal_ends_a_target_that_does_not_end(finished, tmp_path, name, words):
+    target = tmp_path / "net.py"
+    target.write_text(SLOW)
+    words = *(str(placed(word, finished, tmp_path)) for word in words), str(target)
+    with Command(*words) as command:
+        command.wait_for((tmp_path / "reached").exists)
+        os.kill(command.process.pid, getattr(signal, name))
+        status, stdout, stderr = command.finish()
+    assert (status, stdout) == (130, ""), stderr
+    assert stderr == f"jacstore: {name}: interrupted; to continue: jacstore {' '.join(words)}\n"
 
 
 def placed(word, finished, folder):

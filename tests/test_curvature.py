@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,10 +11,13 @@ import pytest
 from scipy.sparse.linalg import cg, lsmr
 
 import jacstore
+import jacstore.operators.autodiff
 from jacstore import Problem
 from jacstore.errors import InvalidRequestError
 from jacstore.testing import cnn, dense_outputs, dense_rows, mlp, nested
 
+# Twenty examples of 64 kB.
+LARGE = (20, 16_000)
 LABELS = np.random.default_rng(3).integers(0, 3, 11)
 
 
@@ -182,3 +187,70 @@ def test_no_columns_narrow_types_and_small_alphas_are_taken():
     empty = jacstore.Problem(apply=lambda p, x: jnp.stack([x @ p["w"], x[0]]), params=params, inputs=normal(4, 3))
     tree = jacstore.operator(jacstore.build(empty, None)).unravel(np.ones((3, 2)))
     assert tree["e"].shape == (2, 0, 3) and tree["w"].shape == (2, 3)
+
+
+# --- inputs in memory -------------------------------------------------------------------------------------------------
+
+
+class Chunked:
+    """An array in chunks, as Zarr's are."""
+
+    def __init__(self, chunk):
+        self.values = np.random.default_rng(0).standard_normal(LARGE, dtype=np.float32)
+        self.shape, self.dtype, self.chunks = LARGE, self.values.dtype, (chunk, LARGE[1])
+
+    def __getitem__(self, at):
+        return self.values[at]
+
+
+def large(chunk):
+    return Problem(
+        apply=lambda p, x: x[:50] @ p["w"], params={"w": np.ones((50, 3), np.float32)}, inputs=Chunked(chunk)
+    )
+
+
+def reads_of(monkeypatch):
+    """The numbers of examples of each read that follows."""
+    seen, read = [], Problem.read
+
+    def counted(problem, start, stop):
+        seen.append(stop - start)
+        return read(problem, start, stop)
+
+    monkeypatch.setattr(Problem, "read", counted)
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["jvp", "vjp", "gvp", "hvp"])
+def test_no_more_examples_are_read_at_once_than_memory_allows_with_their_chunks(kind, monkeypatch):
+    problem, memory = large(5), 6_000_000
+    seen = reads_of(monkeypatch)
+    operator = {
+        "jvp": jacstore.jacobian_operator,
+        "vjp": lambda *given, **named: jacstore.jacobian_operator(*given, **named).T,
+        "gvp": lambda *given, **named: jacstore.ggn_operator(*given, cross_entropy, LABELS[:1].repeat(20), **named),
+        "hvp": lambda *given, **named: jacstore.hvp_operator(*given, cross_entropy, LABELS[:1].repeat(20), **named),
+    }[kind]
+    ones = np.ones(60 if kind == "vjp" else 150)
+    truth = operator(problem, memory="1GB") @ ones
+    each, beside = problem.bytes_held()
+    assert max(seen) == 20 and 2 * 20 * each + beside > memory * 3 // 8
+    seen.clear()
+    assert_close(operator(problem, memory=memory) @ ones, truth, 2e-6)
+    assert max(seen) > 1 and 2 * max(seen) * each + beside <= memory * 3 // 8
+
+
+@pytest.mark.parametrize(("batch_size", "said"), [(None, "smaller chunks"), (20, "smaller batch_size=")])
+def test_inputs_whose_chunks_or_batches_do_not_fit_are_refused(batch_size, said):
+    problem = large(20 if batch_size is None else 1)
+    jacobian = jacstore.jacobian_operator(problem, memory=6_000_000, batch_size=batch_size)
+    with pytest.raises(InvalidRequestError, match=said):
+        jacobian @ np.ones(150)
+
+
+def test_memory_of_an_accelerator_is_not_taken_from_that_for_columns(monkeypatch):
+    problem = mlp(11)
+    truth = jacstore.jacobian_operator(problem) @ np.ones(66)
+    monkeypatch.setattr(jacstore.operators.autodiff, "device", lambda: SimpleNamespace(platform="gpu"))
+    monkeypatch.setattr(jacstore.operators.autodiff, "device_budget", lambda given, memory: 100 * memory)
+    assert_close(jacstore.jacobian_operator(problem, memory="1GB") @ np.ones(66), truth)

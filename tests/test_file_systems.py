@@ -10,6 +10,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 
 import pytest
 from helpers_errors import refusal
@@ -21,6 +22,8 @@ from jacstore import build, gram
 from jacstore.base.events import Noted
 from jacstore.errors import InvalidRequestError, LockedError
 from jacstore.storage.exclusive import NO_LOCKS, held
+from jacstore.storage.files import UNFLUSHED
+from jacstore.store.codec_choice import measured_disk_speed
 from jacstore.testing import Counting, mlp
 
 # What a process on such a file system does first.
@@ -89,6 +92,30 @@ def test_folders_that_cannot_be_flushed_are_no_fault(number, monkeypatch, tmp_pa
 def test_files_must_be_flushed_and_folders_without_an_error(kind, number, monkeypatch, tmp_path):
     refuse_to_flush(monkeypatch, kind, number)
     assert "cannot be written" in refusal(build, mlp(7), tmp_path / "run.jac", codec="none", error=InvalidRequestError)
+
+
+@pytest.mark.parametrize("number", UNFLUSHED)
+def test_the_speed_of_a_disk_that_cannot_flush_is_that_of_writing_to_it(number, monkeypatch, tmp_path):
+    refuse_to_flush(monkeypatch, stat.S_ISREG, number)
+    assert 0 < measured_disk_speed(tmp_path / "run.jac") < float("inf")
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO, errno.ENOSPC])
+def test_a_build_that_measures_the_disk_is_refused_in_one_line_where_files_cannot_be_flushed(
+    number, monkeypatch, tmp_path
+):
+    refuse_to_flush(monkeypatch, stat.S_ISREG, number)
+    said = refusal(build, mlp(7), tmp_path / "run.jac", codec="auto", error=InvalidRequestError)
+    assert ("disk full" if number == errno.ENOSPC else "cannot be written") in said and str(tmp_path) in said
+
+
+def test_a_folder_in_which_no_file_can_be_made_to_measure_the_disk_is_named(monkeypatch, tmp_path):
+    def refuse(**_):
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    said = refusal(measured_disk_speed, tmp_path / "run.jac", error=InvalidRequestError)
+    assert str(tmp_path) in said and "--out" in said
 
 
 def test_a_build_without_locks_is_refused_a_second_time_killed_and_continued(tmp_path):

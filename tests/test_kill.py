@@ -18,6 +18,7 @@ from helpers_process import contents
 import jacstore
 
 UNIT_EXAMPLES, UNITS, SLABS = 2, 5, 5
+WITHOUT_LOCKS = " without locks"
 ARRAYS = {"build": ("rows", "factors", "outputs", "norms"), "gram": ("kernel",), "parts": ("kernel",)}
 
 
@@ -25,9 +26,10 @@ class Scene:
     """A job, how it ends when nobody kills it, and a place to run it anew."""
 
     def __init__(self, kind: str, folder: Path) -> None:
-        self.kind, self.folder = kind, folder
+        self.kind, self.folder = kind.removesuffix(WITHOUT_LOCKS), folder
+        self.locks = kind == self.kind
         self.store = folder / "store.jac"
-        if kind != "build":
+        if self.kind != "build":
             assert run_job(Job(kind="build", out=str(self.store)), folder).exitcode == 0
         started = time.perf_counter()
         self.whole = run_job(self.job("whole"), folder)
@@ -38,7 +40,8 @@ class Scene:
     def job(self, name: str) -> Job:
         """The same work in another place."""
         options = () if self.kind == "build" else (("tile", 4),)
-        return Job(kind=self.kind, out=str(self.folder / name), store=str(self.store), options=options)
+        out, store = str(self.folder / name), str(self.store)
+        return Job(kind=self.kind, out=out, store=store, options=options, locks=self.locks)
 
     def arrays(self, name: str) -> dict[str, bytes]:
         return contents(self.folder / name, *ARRAYS[self.kind])
@@ -77,7 +80,7 @@ def scenes(tmp_path_factory):
     return scene
 
 
-@pytest.mark.parametrize("kind", ["build", "gram", "parts"])
+@pytest.mark.parametrize("kind", ["build", "gram", "parts", "gram without locks", "parts without locks"])
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
 def test_a_kill_at_a_step_repeats_one_piece_of_work_at_most(kind, share, scenes):
     scene = scenes(kind)
@@ -85,6 +88,15 @@ def test_a_kill_at_a_step_repeats_one_piece_of_work_at_most(kind, share, scenes)
     killed = run_job(scene.job(f"step-{step}"), scene.folder, at_step=step)
     assert killed.killed and len(killed.steps) == step - 1
     check_continued(scene, f"step-{step}", killed)
+
+
+@pytest.mark.parametrize("kind", ["build without locks", "gram without locks"])
+def test_a_kill_while_others_would_wait_for_the_killed_one_is_taken_over(kind, scenes):
+    scene = scenes(kind)
+    killed = run_job(scene.job("held"), scene.folder, when="create zarr.json")
+    assert killed.killed and len(list((scene.folder / "held").rglob("*.held"))) == 1
+    check_continued(scene, "held", killed)
+    assert not list((scene.folder / "held").rglob("*.held"))
 
 
 @pytest.mark.parametrize("kind", ["build", "gram"])

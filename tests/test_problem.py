@@ -589,6 +589,44 @@ def test_chunks_of_inputs_that_do_not_fit_are_refused():
     assert jacstore.build(problem, None, memory="2GB").report["complete"]
 
 
+def reads_of(monkeypatch):
+    """The numbers of examples of each read that follows."""
+    seen, read = [], Problem.read
+
+    def counted(problem, start, stop):
+        seen.append(stop - start)
+        return read(problem, start, stop)
+
+    monkeypatch.setattr(Problem, "read", counted)
+    return seen
+
+
+def large_examples(length):
+    """Forty examples of 64 kB, in chunks."""
+    held = Chunked(np.random.default_rng(0).normal(0, 0.1, (40, 16_000)).astype(np.float32), length)
+    return linear_problem(inputs=held, apply=lambda p, x: linear(p, x[:D]))
+
+
+@pytest.mark.parametrize("doing", ["build", "verify"])
+def test_inputs_of_finished_units_are_compared_as_many_at_once_as_fit(doing, monkeypatch, tmp_path):
+    problem, memory = large_examples(5), 4_000_000
+    options = {"codec": "none", "unit_size": 40}
+    jacstore.build(problem, tmp_path / "run.jac", memory="1GB", **options)
+
+    def compare(memory):
+        if doing == "build":
+            again = jacstore.build(problem, tmp_path / "run.jac", memory=memory, **options)
+            return again.report["units_computed"] == 0
+        return jacstore.verify(tmp_path / "run.jac", problem, memory=memory).ok
+
+    seen, (each, beside) = reads_of(monkeypatch), problem.bytes_held()
+    assert compare("1GB") and max(seen) == 40
+    seen.clear()
+    assert compare(memory) and max(seen) > 1 and beside + 2 * max(seen) * each <= memory
+    monkeypatch.setattr(Problem, "bytes_held", lambda problem: (each, memory))
+    assert "smaller chunks" in refusal(compare, memory)
+
+
 # --- fingerprint ------------------------------------------------------------------------------------------------------
 
 

@@ -29,6 +29,11 @@ def two(y):
 T, C, H, L = 5, 14, 16, 6
 RNN = {"u": normal(H, H), "v": normal(H), "w": normal(C, H)}
 LSTM = {"b": normal(4 * H), "hh": normal(4 * H, H), "ih": normal(4 * H, C)}
+FLAX = {
+    "b": {gate: normal(H, seed=n) for n, gate in enumerate("ifgo")},
+    "back": {gate: normal(H, H, seed=4 + n) for n, gate in enumerate("ifgo")},
+    "given": {gate: normal(C, H, seed=8 + n) for n, gate in enumerate("ifgo")},
+}
 STACK = {"b": normal(L, H), "w": normal(L, H, H)}
 
 
@@ -44,6 +49,23 @@ def lstm(params, x):
     def step(carry, xt):
         h, c = carry
         i, f, g, o = jnp.split(params["ih"] @ xt + params["hh"] @ h + params["b"], 4)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(c)
+        return (h, c), None
+
+    return two(jax.lax.scan(step, (jnp.zeros(H, x.dtype), jnp.zeros(H, x.dtype)), x)[0][0])
+
+
+def flax_lstm(params, x):
+    """As in flax's OptimizedLSTMCell: weights of gates are joined on either side, and either product is split."""
+
+    def joined(weights, given):
+        return jnp.split(given @ jnp.concatenate([weights[gate] for gate in "ifgo"], -1), 4, -1)
+
+    def step(carry, xt):
+        h, c = carry
+        parts = zip(joined(params["given"], xt), joined(params["back"], h), "ifgo", strict=True)
+        i, f, g, o = (a + b + params["b"][gate] for a, b, gate in parts)
         c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
         h = jax.nn.sigmoid(o) * jnp.tanh(c)
         return (h, c), None
@@ -154,6 +176,7 @@ FOUND = {
         SEQUENCES,
         "dot dot dot dot",
     ),
+    "lstm of flax": (flax_lstm, FLAX, SEQUENCES, " ".join(["dense"] * 4 + ["dot"] * 8)),
     "parts of one weight": (parts_of_one_weight, normal(H + C, H), SEQUENCES, "dot+dot"),
     "layers in parts": (
         layers_in_parts,
@@ -212,6 +235,13 @@ def test_rows_norms_and_kernels_of_scanned_weights_are_those_of_jacrev(name):
             assert kernel_error(kernel, dense_kernel(rows)) <= 1e-12
 
 
+def test_weights_of_one_gate_share_its_cotangents_though_each_product_is_split():
+    store = jacstore.build(problem_of("lstm of flax"), None, dtype="float64", layout="factored")
+    of = {leaf.path: leaf.terms[0].cotangents for leaf in store.leaves if not leaf.dense}
+    assert all(of[f"back/{gate}"] == of[f"given/{gate}"] for gate in "ifgo")
+    assert sum(operand.role == "cotangents" for operand in store.operands) == 4
+
+
 def test_scanned_layers_store_no_more_than_unrolled_ones():
     x = normal(4, H)
     scanned = jacstore.build(Problem(apply=layers, params=STACK, inputs=x), None, dtype="float64", layout="factored")
@@ -250,3 +280,20 @@ def test_a_store_that_has_a_leaf_as_rows_is_continued_with_rows(monkeypatch, tmp
     rows = dense_rows(problem)
     found = store.array.compute(scheduler="synchronous").reshape(rows.shape)
     assert np.linalg.norm(found - rows) <= 1e-12 * np.linalg.norm(rows)
+
+
+@pytest.mark.parametrize("kind", ["dot", "index"])
+def test_a_layer_that_is_called_twice_alike_counts_twice(kind):
+    params, x = (normal(14, 3), normal(4, 2, 14)) if kind == "dot" else (normal(9, 3), np.arange(20).reshape(4, 5) % 9)
+
+    def layer(params, x):
+        return jnp.tanh(x @ params if kind == "dot" else params[x])
+
+    problem = Problem(apply=lambda p, x: (layer(p, x) + layer(p, x)).sum(0), params=params, inputs=x)
+    store, rows = jacstore.build(problem, None, dtype="float64", layout="factored"), dense_rows(problem)
+    (leaf,) = store.leaves
+    assert [term.kind for term in leaf.terms] == [kind] * 2 and len(store.operands) == 2
+    found = store.array.compute(scheduler="synchronous").reshape(rows.shape)
+    assert np.linalg.norm(found - rows) <= 1e-12 * np.linalg.norm(rows)
+    np.testing.assert_allclose(store.norms.sum(-1), np.square(rows).sum(-1), rtol=1e-10)
+    assert kernel_error(jacstore.gram(store).array.compute(scheduler="synchronous"), dense_kernel(rows)) <= 1e-12

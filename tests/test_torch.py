@@ -368,6 +368,24 @@ def test_a_table_of_named_columns_is_read_as_keywords(convert):
     assert row_error(rows_of(store), wanted) <= 1e-6
 
 
+class Chunked:
+    """Examples in one chunk, which is held as a whole, as in Zarr."""
+
+    def __init__(self, values, length):
+        self.values, self.shape, self.dtype = values, values.shape, values.dtype
+        self.chunks = (length, *values.shape[1:])
+
+    def __getitem__(self, at):
+        return self.values[at]
+
+
+def test_chunks_of_inputs_that_do_not_fit_are_refused():
+    inputs = Chunked(np.zeros((4, 4), np.float32), 10_000_000)
+    with pytest.raises(InvalidRequestError, match="smaller chunks"):
+        jacstore.torch.build(nn.Linear(4, 2), inputs, None, memory="100MB")
+    assert jacstore.torch.build(nn.Linear(4, 2), inputs, None, memory="2GB").complete
+
+
 def test_many_outputs_are_taken_in_slices_within_the_memory():
     module, x = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 200)), torch.randn(3, 20)
     rows = truth(module, x)

@@ -11,7 +11,7 @@ import click
 
 from jacstore.cli import text
 from jacstore.cli.flags import flags_of
-from jacstore.cli.terminal import Lines, OneLineErrors, Shared, Stop, Words, common, run, with_warnings
+from jacstore.cli.terminal import Lines, OneLineErrors, Shared, Stop, Words, common, interruptible, run, with_warnings
 from jacstore.kernels.plan.options import GramOptions
 from jacstore.rows.options import BuildOptions
 
@@ -60,7 +60,7 @@ def build(shared: Shared, target: str, out: str, dry_run: bool, **options: Any) 
         from jacstore.problem.torch_problem import TorchProblem
         from jacstore.rows.build import plan_build
 
-        problem = jacstore.load_target(target)
+        problem = _loaded(target, stop)
         if isinstance(problem, TorchProblem):
             return _build_torch(problem, out, dry_run, listener=lines, stop=stop, **options)
         if dry_run:
@@ -68,6 +68,14 @@ def build(shared: Shared, target: str, out: str, dry_run: bool, **options: Any) 
         return with_warnings(lambda: jacstore.build(problem, out, listener=lines, stop=stop, **options).built)
 
     run(work, text.plan_build if dry_run else text.build, shared)
+
+
+def _loaded(target: str, stop: Stop) -> Any:
+    """The Problem or TorchProblem that a target names."""
+    import jacstore
+
+    with stop.unasked():
+        return jacstore.load_target(target)
 
 
 def _build_torch(problem: Any, out: str, dry_run: bool, **options: Any) -> Any:
@@ -166,9 +174,15 @@ def verify(
     def work(lines: Lines, stop: Stop) -> Any:
         import jacstore
 
-        return jacstore.verify(path, target, list(store) or None, samples=samples, full=full, memory=memory)
+        # In the main thread, as in `build`: frameworks handle signals when they are imported, which no other may.
+        problem = None if target is None else _loaded(target, stop)
 
-    run(work, text.verify, shared, judge=text.first_failure, at_once=ANEW)
+        def check(*_: object) -> Any:
+            return jacstore.verify(path, problem, list(store) or None, samples=samples, full=full, memory=memory)
+
+        return interruptible(check, lines, stop, ANEW)
+
+    run(work, text.verify, shared, judge=text.first_failure)
 
 
 @main.command()

@@ -5,6 +5,7 @@ Exit codes: 0 done; 2 the user must change something; 3 data failed a check; 130
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import json
@@ -13,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -34,6 +35,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.received: str | None = None
+        self._ends_at_once = False
 
     def install(self) -> None:
         for name in SIGNALS:
@@ -41,9 +43,22 @@ class Stop:
                 signal.signal(getattr(signal, name), self._handle)
 
     def _handle(self, number: int, _: Any) -> None:
-        if self.received is not None:
+        again, self.received = self.received is not None, self.received or signal.Signals(number).name
+        if again or self._ends_at_once:
             raise KeyboardInterrupt
-        self.received = signal.Signals(number).name
+
+    @contextlib.contextmanager
+    def unasked(self) -> Iterator[None]:
+        """Inside, the user's lines run in the main thread: they do not ask, so that the first signal ends them.
+
+        Signals are handled anew after them, for what is imported there may have taken them.
+        """
+        self._ends_at_once = True
+        try:
+            yield
+        finally:
+            self._ends_at_once = False
+            self.install()
 
     def __call__(self) -> bool:
         return self.received is not None
@@ -182,7 +197,7 @@ def run(
     stop, lines = Stop(), Lines(shared.quiet)
     stop.install()
     try:
-        report = work(lines, stop) if at_once is None else _interruptible(work, lines, stop, at_once)
+        report = work(lines, stop) if at_once is None else interruptible(work, lines, stop, at_once)
         lines.close()
         said = json.dumps(_plain(to_dict(report))) if shared.as_json else text(report)
         click.echo("\n".join(printable(line) for line in said.split("\n")))
@@ -218,7 +233,7 @@ def to_dict(report: Any) -> dict[str, Any]:
     return found
 
 
-def _interruptible(work: Callable[[Lines, Stop], T], lines: Lines, stop: Stop, again: str) -> T:
+def interruptible(work: Callable[[Lines, Stop], T], lines: Lines, stop: Stop, again: str) -> T:
     """What the work returns or raises. After a signal the process leaves, though LAPACK may run for minutes more.
 
     NumPy's LAPACK and BLAS let this thread run meanwhile. SciPy's do not: a signal waits for the call that runs.

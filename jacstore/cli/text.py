@@ -219,7 +219,7 @@ def clean(r: dict[str, Any]) -> str:
 def _kept(kept: dict[str, Any]) -> str:
     what = {"cholesky": "Cholesky factor", "eigh": "eigendecomposition"}[kept["method"]]
     alpha = "" if kept["alpha"] is None else f", alpha {kept['alpha']:.4g}"
-    state = "" if kept["usable"] else ", not of the present bytes of the kernel"
+    state = "" if kept["usable"] else ", computed from earlier contents of the kernel"
     return f"{what}{alpha}, {format_size(kept['bytes'])}{state}"
 
 

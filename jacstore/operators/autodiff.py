@@ -21,12 +21,13 @@ from scipy.sparse.linalg import LinearOperator
 
 from jacstore.base import machine
 from jacstore.base.budget import AUTODIFF, Budget
-from jacstore.base.devices import device_memory, where_from
+from jacstore.base.devices import device_memory, on_accelerator, where_from
 from jacstore.base.machine import format_size
 from jacstore.base.options import parse_count
 from jacstore.errors import InvalidRequestError
 from jacstore.operators.parameter_columns import ParameterColumns
 from jacstore.operators.stored import real, real_number
+from jacstore.problem.inputs import examples_at_once
 from jacstore.problem.problem import Problem, precision_context, prepare
 from jacstore.problem.pytrees import computed, is_kind
 from jacstore.problem.user_errors import naming
@@ -166,6 +167,8 @@ class _Programs:
             raise InvalidRequestError(f"dtype {dtype!r}: allowed are float32 and float64 (dtype=)")
         self.float64 = dtype == "float64"
         self.budget = Budget(machine.default_memory(memory)).split(**AUTODIFF)
+        # For columns, their product and inputs. An accelerator has memory of its own for programs.
+        self.room = self.budget.total if on_accelerator() else self.budget["columns"]
         self.batch_size = parse_count(batch_size, "--batch-size")
         self.prepared = prepare(problem, float64=self.float64)
         ends = list(itertools.accumulate(int(np.prod(leaf.shape)) for leaf in self.prepared.leaves))
@@ -247,10 +250,10 @@ class _Programs:
         return total.T
 
     def _require_memory(self, needed: int, n_columns: int, batch: int) -> None:
-        """Refuse columns and a result that, beside the inputs, are larger than their part of the memory."""
+        """Refuse columns and a result that, beside the inputs, are larger than what is left for them."""
         each, chunks = self.prepared.input_bytes
         # A batch is read and padded while the program holds another.
-        allowed = max(0, self.budget["columns"] - chunks - 2 * each * batch)
+        allowed = max(0, self.room - chunks - 2 * each * batch)
         if needed > allowed:
             raise InvalidRequestError(
                 f"--memory {self.budget.total:,}: {n_columns} column(s) and their product take {format_size(needed)}, "
@@ -342,7 +345,7 @@ class _Programs:
         if (kind, wanted) in self._compiled:
             return self._compiled[kind, wanted]
         allowed = device_memory(None, self.budget)
-        columns, batch = wanted, min(self.batch_size or LARGEST_BATCH, self.prepared.n_examples)
+        columns, batch = wanted, self._largest_batch()
         while True:
             compiled, needed = self._compile(kind, batch, columns)
             if needed <= allowed:
@@ -359,6 +362,17 @@ class _Programs:
                 )
         self._compiled[kind, wanted] = _Compiled(run=compiled, batch=batch, columns=columns)
         return self._compiled[kind, wanted]
+
+    def _largest_batch(self) -> int:
+        """Examples that may be read at once: half of the room is theirs, the other one that of columns."""
+        wanted = min(self.batch_size or LARGEST_BATCH, self.prepared.n_examples)
+        found = examples_at_once(self.prepared.input_bytes, self.room // 2, wanted)
+        if self.batch_size and found < wanted:
+            raise InvalidRequestError(
+                f"batch_size={self.batch_size}: at most {found} example(s) may be read at once, with --memory "
+                f"{self.budget.total:,}; give a smaller batch_size= or more memory (memory=)"
+            )
+        return found
 
     def _compile(self, kind: str, batch: int, columns: int) -> tuple[Any, int]:
         values = self._batch(0, min(batch, self.prepared.n_examples), batch)

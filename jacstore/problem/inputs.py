@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jacstore.base.machine import format_size
 from jacstore.errors import InvalidRequestError
 from jacstore.problem.pytrees import native, paths_and_leaves
 from jacstore.problem.user_errors import kind_of, naming
@@ -147,6 +148,31 @@ class Arrays:
             self._chunks.pop(path, None)
         # A copy: a view would hold all of the chunk as long as the batch.
         return kept[1][start - first : stop - first].copy()
+
+
+def examples_at_once(sizes: tuple[int, int], room: int, most: int) -> int:
+    """How many examples may be read at once, at most `most`.
+
+    Parameters
+    ----------
+    sizes
+        Bytes of one example and of what is held beside the examples, as `bytes_held` says.
+    room
+        Bytes for them: for a batch that is used, one that is read, and what is held beside.
+
+    Raises
+    ------
+    InvalidRequestError
+        If there is no room for one.
+    """
+    each, beside = sizes
+    needed = beside + 2 * each
+    if needed > room:
+        raise InvalidRequestError(
+            f"--memory: reading one example takes {format_size(needed)}, whole chunks of inputs= included; "
+            f"{format_size(max(0, room))} may be used for it; give more (memory=), or inputs= in smaller chunks"
+        )
+    return min(most, (room - beside) // max(1, 2 * each))
 
 
 def _example_bytes(leaf: Any) -> int:

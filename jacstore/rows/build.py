@@ -142,7 +142,7 @@ def build(
     )
     with writer:
         listener(Started(what="units", total=len(writer.units), done=writer.reused))
-        refuse_other_inputs(writer, job.prepared.read)
+        refuse_other_inputs(writer, job.prepared.read, job.prepared.input_bytes, job.memory)
         times = job.run(writer, listener, stop or (lambda: False))
     store = writer.store
     store.built = BuildReport.of(

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jacstore.errors import JacstoreError, RequestMismatchError
+from jacstore.problem.inputs import examples_at_once
 from jacstore.rows.device_pass import BatchRows
 from jacstore.rows.row_check import RowCheck
 from jacstore.store.reader import operand_array
@@ -118,17 +119,22 @@ class Unit:
         return time.perf_counter() - began
 
 
-def refuse_other_inputs(writer: StoreWriter, read: Callable[[int, int], Any]) -> list[int]:
+def refuse_other_inputs(
+    writer: StoreWriter, read: Callable[[int, int], Any], sizes: tuple[int, int], memory: int
+) -> list[int]:
     """Refuse other inputs than those that finished units were made from; returns the few units that were checked.
 
-    They are chosen anew each time.
+    They are chosen anew each time. `sizes` are those of `Problem.bytes_held`, `memory` is that of the build in bytes.
     """
     store, missing = writer.store, set(writer.missing)
     done = [unit for unit in writer.units if store.unit_range(unit) not in missing]
+    if not done:
+        return []
+    at_once = examples_at_once(sizes, memory - writer.files.bytes_held, REHASHED_AT_ONCE)
     chosen = {*done[:1], *done[-1:], *random.sample(done, min(len(done), UNITS_REHASHED - 2))}
     for unit in sorted(chosen):
         start, stop = store.unit_range(unit)
-        if hash_inputs(read, start, stop, REHASHED_AT_ONCE) != store.unit(unit).inputs:
+        if hash_inputs(read, start, stop, at_once) != store.unit(unit).inputs:
             raise RequestMismatchError(
                 f"{store.path} was built from another request (inputs: examples {start} to {stop - 1} changed); "
                 "give the same inputs, choose another --out (out=), or start over with --overwrite (overwrite=True)"

@@ -33,7 +33,7 @@ PAGE = 4096
 DIRECT = getattr(os, "O_DIRECT", 0)
 # What a file system says that cannot do it, or not for this many bytes.
 REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
-# What it says of a folder that it cannot flush: CIFS, sshfs. There a rename lasts when the server says so.
+# What it says of what it cannot flush, such as folders on CIFS and sshfs. There a rename lasts when the server says so.
 UNFLUSHED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 # Bytes that are gathered to write past it what does not begin at a page.
 STAGED = 2**20

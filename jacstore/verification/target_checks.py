@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jacstore.base.precision import LOST, compute_dtype, computed_bound, row_bound
+from jacstore.problem.inputs import examples_at_once
 from jacstore.problem.problem import Prepared, Problem, precision_context, prepare
 from jacstore.problem.pytrees import dtype_of, is_kind, paths_and_leaves
 from jacstore.rows.unit import hash_inputs
@@ -41,6 +42,8 @@ class TargetChecks:
     ----------
     package
         Whose text of a function it is.
+    input_bytes
+        Bytes of one example, and of what is held beside the examples while some are read.
     same
         Whether nothing that decides the rows differs, so that a wrong row is the store's fault.
     """
@@ -50,7 +53,7 @@ class TargetChecks:
     def __init__(self, store: JacobianStore, problem: Problem, checks: StoreChecks) -> None:
         self.store, self.problem, self.checks = store, problem, checks
         self.prepared: Prepared = prepare(problem, float64=store.dtype == "float64")
-        self.same = True
+        self.same, self.input_bytes = True, self.prepared.input_bytes
         self.n_outputs, self.n_examples = self.prepared.n_outputs, problem.n_examples
         self.described = [(leaf.path, leaf.shape) for leaf in self.prepared.leaves]
         self.selected: list[Any] = list(self.prepared.selected)
@@ -117,9 +120,10 @@ class TargetChecks:
         units = [unit for unit in self.checks.units if store.unit(unit).inputs is not None]
         if not units:
             return skipped(tally.name, "no unit's record names its inputs")
+        at_once = examples_at_once(self.input_bytes, self.checks.budget.total, INPUTS_AT_ONCE)
         for unit in units:
             start, stop = store.unit_range(unit)
-            if hash_inputs(self._read, start, stop, INPUTS_AT_ONCE) != store.unit(unit).inputs:
+            if hash_inputs(self._read, start, stop, at_once) != store.unit(unit).inputs:
                 tally.fault(f"inputs of unit {unit} (examples {start} to {stop - 1}) are not those that were built")
                 self.same = False
         return tally.done()

@@ -30,7 +30,7 @@ class TorchChecks(TargetChecks):
         first = self.source.read(0, 1)
         with settings():
             self.n_outputs = probe(self.network, mapped(lambda leaf: leaf[0], first))
-        self.n_examples = self.source.n_examples
+        self.n_examples, self.input_bytes = self.source.n_examples, self.source.bytes_held()
         self.described = [(path_of(name), tuple(value.shape)) for name, value in self.network.selected.items()]
         self.selected = [host(value) for value in self.network.selected.values()]
         self.wanted = requested(self.network, first)

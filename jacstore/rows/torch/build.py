@@ -146,7 +146,7 @@ class _Job:
             try:
                 with writer:
                     listener(Started(what="units", total=len(writer.units), done=writer.reused))
-                    _refuse_other_results(writer, passes, self.source)
+                    _refuse_other_results(writer, passes, self.source, self.options.memory)
                     times = _run(writer, passes, self.source, listener, stop)
                 break
             except Differs as differs:
@@ -339,20 +339,20 @@ def _give_memory(writer: StoreWriter, passes: TorchPass, source: Examples, memor
             f"--memory {memory:,}: two units of {store.unit_size} example(s) take {format_size(needs['unit_buffers'])} "
             f"(unit_buffers), a batch of {passes.batch_size} about {format_size(needs['device_pass'])} (device_pass) "
             f"and its inputs {format_size(needs['inputs'])} (inputs); give more memory (memory=), a smaller "
-            "--batch-size (batch_size=) or a smaller --unit-size (unit_size=)"
+            "--batch-size (batch_size=) or --unit-size (unit_size=), or inputs= in smaller chunks"
         )
     if isinstance(writer.files, Memory):
         # Files are copied from a unit, up to all of it at once.
         writer.files.limit = max(writer.files.bytes_held, left - unit)
 
 
-def _refuse_other_results(writer: StoreWriter, passes: TorchPass, source: Examples) -> None:
+def _refuse_other_results(writer: StoreWriter, passes: TorchPass, source: Examples, budget: int) -> None:
     """Refuse other inputs, or other outputs at the same inputs, than those that finished units were made from.
 
     The text of a module does not say all that it computes: outputs of some finished examples are computed again.
     """
     store = writer.store
-    for unit in refuse_other_inputs(writer, source.read):
+    for unit in refuse_other_inputs(writer, source.read, source.bytes_held(), budget):
         start, _ = store.unit_range(unit)
         kept = torch.from_numpy(store.outputs[start])
         if not close(passes.outputs(source.read(start, start + 1)).to(kept), kept, passes.network.lowest):

@@ -101,11 +101,14 @@ def _evaluate(
     arguments: Sequence[Any],
     wanted: Sequence[Any] | None = None,
     open_scans: bool = False,
+    known: dict[Any, Any] | None = None,
 ) -> Any:
     """Run a jaxpr with its wrapping calls opened; with `wanted`, only what these variables need.
 
-    With `open_scans`, products inside of scans are taken out of them.
+    With `open_scans`, products inside of scans are taken out of them. What is computed twice in the same way is one
+    variable, such as the joined cotangents of gates whose two products are each split: leaves share what is stored.
     """
+    known = {} if known is None else known
     values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True))
     targets = jaxpr.outvars if wanted is None else wanted
     needed = {v for v in targets if not isinstance(v, jex.Literal)}
@@ -121,14 +124,40 @@ def _evaluate(
     for eqn in reversed(live):
         inputs, inner = [read(v) for v in eqn.invars], _inner(eqn)
         if inner is not None:
-            results = _evaluate(inner.jaxpr, inner.consts, inputs, open_scans=open_scans)
+            results = _evaluate(inner.jaxpr, inner.consts, inputs, open_scans=open_scans, known=known)
         elif open_scans and (opened := _opened(eqn, inputs)) is not None:
             results = opened
         else:
-            results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
-            results = results if eqn.primitive.multiple_results else [results]
+            results = _bound(eqn, inputs, known)
         values.update(zip(eqn.outvars, results, strict=True))
     return [read(v) for v in targets]
+
+
+def _bound(eqn: Any, inputs: Sequence[Any], known: dict[Any, Any]) -> list[Any]:
+    """Outputs of an equation that stands for itself, or those of an equal one before."""
+    key = _same(eqn, inputs)
+    if key is None or key not in known:
+        results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+        results = results if eqn.primitive.multiple_results else [results]
+        if key is None:
+            return list(results)
+        # Inputs are kept as well, for they are told apart by their addresses.
+        known[key] = results, inputs
+    return list(known[key][0])
+
+
+def _same(eqn: Any, inputs: Sequence[Any]) -> Any:
+    """What two equations share that compute the same; None where that cannot be said."""
+    given = tuple(
+        (var.aval, np.asarray(var.val).tobytes()) if isinstance(var, jex.Literal) else id(value)
+        for var, value in zip(eqn.invars, inputs, strict=True)
+    )
+    key = eqn.primitive, given, tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return None if eqn.effects else key
 
 
 def _opened(eqn: Any, inputs: Sequence[Any]) -> list[Any] | None:

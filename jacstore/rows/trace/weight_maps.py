@@ -47,12 +47,13 @@ class WeightMap:
     needs: tuple[Any, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True)
 class OperandMap:
-    """A map of one operand: `apply(value, *values of needs)`."""
+    """A map of one operand: `apply(value, *values of needs)`; those of one `name` and the same needs are equal."""
 
-    apply: Callable[..., Any]
+    apply: Callable[..., Any] = field(compare=False)
     needs: tuple[Any, ...] = ()
+    name: Any = field(default_factory=object)
 
 
 @dataclass(kw_only=True)
@@ -68,9 +69,9 @@ class Side:
         self.steps.append(("transpose", tuple(self.keys.index(key) for key in keys)))
         self.keys = list(keys)
 
-    def apply(self, apply: Callable[..., Any], needs: tuple[Any, ...] = ()) -> None:
-        """Add a map of the values."""
-        self.steps.append(("map", OperandMap(apply=apply, needs=needs)))
+    def apply(self, apply: Callable[..., Any], needs: tuple[Any, ...] = (), name: Any = None) -> None:
+        """Add a map of the values; without a name it is equal to no other."""
+        self.steps.append(("map", OperandMap(apply=apply, needs=needs, name=object() if name is None else name)))
 
 
 class ProductBlock:
@@ -207,19 +208,21 @@ class ProductBlock:
             if key is not None and len(self._owners(key)) < 2:
                 side = self._one_side(key)
                 place = side.keys.index(key)
-                side.apply(lambda value, place=place: value.sum(place))
+                side.apply(lambda value, place=place: value.sum(place), name=("sum", place))
                 side.keys.remove(key)
                 self._last = side
         self.axes = [key for axis, key in enumerate(self.axes) if axis not in axes]
 
-    def _along(self, axis: int, apply: Callable[..., Any], size: int, needs: tuple[Any, ...] = ()) -> None:
+    def _along(
+        self, axis: int, apply: Callable[..., Any], size: int, needs: tuple[Any, ...] = (), name: Any = None
+    ) -> None:
         """Map one axis: `apply(value, place, *values)` gives that axis the length `size`."""
         key = self.axes[axis]
         if key is None:
             key = self._new_axis(axis)
         side = self._one_side(key)
         place = side.keys.index(key)
-        side.apply(lambda value, *values: apply(value, place, *values), needs)
+        side.apply(lambda value, *values: apply(value, place, *values), needs, name and (name, place))
         fresh = next(self._fresh)
         side.keys[place] = self.axes[axis] = fresh
         self.sizes[fresh] = size
@@ -229,7 +232,7 @@ class ProductBlock:
         self._check_open()
         key = self.axes[axis] = next(self._fresh)
         self.sizes[key] = 1
-        self._last.apply(lambda value: value[..., None])
+        self._last.apply(lambda value: value[..., None], name="new axis")
         self._last.keys.append(key)
         return key
 
@@ -243,7 +246,10 @@ class ProductBlock:
         for axis, (a, b, by, size) in enumerate(zip(start, limit, strides, self.shape, strict=True)):
             if (a, b, by) != (0, size, 1):
                 self._along(
-                    axis, lambda v, at, a=a, b=b, by=by: lax.slice_in_dim(v, a, b, by, at), len(range(a, b, by))
+                    axis,
+                    lambda v, at, a=a, b=b, by=by: lax.slice_in_dim(v, a, b, by, at),
+                    len(range(a, b, by)),
+                    name=("slice", a, b, by),
                 )
 
     def _pad(self, what: WeightMap) -> None:
@@ -259,12 +265,13 @@ class ProductBlock:
                     widths = [width if n == at else (0, 0, 0) for n in range(value.ndim)]
                     return lax.pad(value, jnp.zeros((), value.dtype), widths)
 
-                self._along(axis, pad, size + low + high + max(0, size - 1) * inner)
+                whole = size + low + high + max(0, size - 1) * inner
+                self._along(axis, pad, whole, name=("pad", low, high, inner))
 
     def _rev(self, what: WeightMap) -> None:
         for axis in what.params["dimensions"]:
             if self.axes[axis] is not None:
-                self._along(axis, lambda value, at: lax.rev(value, (at,)), self.shape[axis])
+                self._along(axis, lambda value, at: lax.rev(value, (at,)), self.shape[axis], name="rev")
 
     def _scale(self, what: WeightMap) -> None:
         """Multiply by an array that varies along `axes` only, all of one side."""
@@ -331,7 +338,7 @@ class ProductBlock:
         self.axes = axes
         for axis, size in enumerate(shape):
             if self.axes[axis] is None and size > 1:
-                self._along(axis, lambda value, at, size=size: jnp.repeat(value, size, at), size)
+                self._along(axis, lambda value, at, size=size: jnp.repeat(value, size, at), size, name=("repeat", size))
 
     def _scatter(self, what: WeightMap) -> None:
         """Add entries along one axis to those of a longer or permuted one, at indices that no example changes."""
