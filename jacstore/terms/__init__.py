@@ -7,6 +7,9 @@ them. NumPy alone: no file is read here and no JAX is imported.
 """
 
 from jacstore.terms.kinds import (
+    Constant as Constant,
+)
+from jacstore.terms.kinds import (
     Conv as Conv,
 )
 from jacstore.terms.kinds import (
@@ -17,6 +20,9 @@ from jacstore.terms.kinds import (
 )
 from jacstore.terms.kinds import (
     Factored as Factored,
+)
+from jacstore.terms.kinds import (
+    Gain as Gain,
 )
 from jacstore.terms.kinds import (
     Index as Index,
