@@ -579,16 +579,16 @@ def test_an_error_leaves_stdout_empty_whatever_the_flags(words, finished, tmp_pa
 
 
 WORDS = {
-    ("build", "--dtype"): ("attributes", "DTYPES"),
-    ("build", "--layout"): ("builder", "LAYOUTS"),
-    ("build", "--codec"): ("pieces", "CODECS"),
-    ("gram", "--mode"): ("limits", "MODES"),
-    ("gram", "--dtype"): ("assembly", "KERNEL_DTYPES"),
-    ("gram", "--precision"): ("limits", "PRECISIONS"),
-    ("gram", "--engine"): ("assembly", "ENGINES"),
-    ("sample", "--likelihood"): ("likelihoods", "LIKELIHOODS"),
-    ("sample", "--method"): ("posterior", "METHODS"),
-    ("sample", "--precision"): ("assembly", "KERNEL_DTYPES"),
+    ("build", "--dtype"): ("store.metadata", "DTYPES"),
+    ("build", "--layout"): ("rows.build", "LAYOUTS"),
+    ("build", "--codec"): ("storage.chunks", "CODECS"),
+    ("gram", "--mode"): ("base.limits", "MODES"),
+    ("gram", "--dtype"): ("kernels.gram", "KERNEL_DTYPES"),
+    ("gram", "--precision"): ("base.limits", "PRECISIONS"),
+    ("gram", "--engine"): ("kernels.gram", "ENGINES"),
+    ("sample", "--likelihood"): ("operators.likelihoods", "LIKELIHOODS"),
+    ("sample", "--method"): ("inference.posterior", "METHODS"),
+    ("sample", "--precision"): ("kernels.gram", "KERNEL_DTYPES"),
 }
 
 
@@ -623,7 +623,7 @@ def test_help_shows_the_words_of_a_flag_and_another_word_is_one_line_with_all_of
 def test_debug_shows_the_traceback_and_the_line(finished, tmp_path):
     result = invoke("gram", finished, "--out", tmp_path / "run.ntk", "--scheduler", "half", "--debug")
     assert result.exit_code == 2 and result.stdout == ""
-    assert result.stderr.startswith("Traceback (most recent call last):") and "assembly.py" in result.stderr
+    assert result.stderr.startswith("Traceback (most recent call last):") and "gram.py" in result.stderr
     assert result.stderr.splitlines()[-1].startswith("jacstore: --scheduler half")
 
 

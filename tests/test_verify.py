@@ -614,7 +614,7 @@ def test_tiles_are_repaired_with_as_many_blas_threads_as_they_were_computed_with
     # The number decides about bits: a tile of 325 rows came back with others, and its mirror was no mirror any more.
     asked, limit = [], jacstore.kernels.repair.blas_threads
     for module in ("item", "repair"):
-        patched = f"jacstore.{module}.blas_threads"
+        patched = f"jacstore.kernels.{module}.blas_threads"
         monkeypatch.setattr(patched, lambda count: (asked.append(count), limit(count))[1])
     store = make(tmp_path / "s", mlp(9), layout="factored")
     kernel = gram(store, None, tmp_path / "k", tile=4, memory=MEMORY)

@@ -68,7 +68,7 @@ def same_program(a: ClosedJaxpr, b: ClosedJaxpr) -> bool:
 
 
 def lowest_precision(jaxpr: ClosedJaxpr) -> str:
-    """The type with the fewest digits that any number of a program is rounded to, by its name in `bounds.ROUNDOFF`."""
+    """The type with the fewest digits that any number of a program is rounded to; a key of `precision.ROUNDOFF`."""
     found = {"float64"}
 
     def visit(value: Any) -> None:
