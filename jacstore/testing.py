@@ -1,7 +1,7 @@
-"""In: nothing, or what is to be judged. Out: tiny problems, dense float64 truth, listeners that count or stop, errors.
+"""Tools for the tests of jacstore and of what is built on it: tiny problems, dense truth, listeners, measures of error.
 
-For the tests of jacstore and of what is built on it; the package itself imports nothing from here. The truth shares no
-line with the package's own device pass: one `jax.jacrev` an example, in float64, and NumPy from there on.
+The package itself imports nothing from here. The truth shares no line with the package's own device pass: one
+`jax.jacrev` per example, in float64, and NumPy from there on.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""In: how many threads BLAS may use for a while. Out: that many, whoever else asks at the same time.
+"""Limit the threads of BLAS for a while.
 
-The number belongs to the process. Limits that begin and end in several threads must not undo each other: the smallest
-of those that hold counts, and the last that ends brings back what was there before the first.
+The number of threads belongs to the process. Limits that begin and end in several threads must not undo each other: the
+smallest of those in force counts, and the last one to end restores the number from before the first.
 """
 
 from __future__ import annotations

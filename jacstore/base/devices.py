@@ -1,4 +1,4 @@
-"""In: what JAX was told. Out: the device it computes on, or one line that says what is missing."""
+"""The device that JAX computes on, and how much of its memory a pass may use."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""In: what a build or gram has just done. Out: event values, handed to listeners that stand outside the work.
+"""Progress events of a build or a gram, handed to listeners outside the work.
 
-The counter that draws the bar is the one that tests count with.
+The same events draw the progress bar and let tests count what was done.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""In: what this process holds that outlives it. Out: it is given up when the process leaves in the middle of work."""
+"""Release what outlives the process, such as locks and temporary folders, if it leaves in the middle of work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: the machine. Out: memory, disk and process facts as integers, and sizes such as "8GB" read and printed."""
+"""Memory, disk and process facts of this machine as integers; parsing and printing of sizes such as "8GB"."""
 
 from __future__ import annotations
 

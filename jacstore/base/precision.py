@@ -1,7 +1,7 @@
-"""In: types and what was observed of a store's numbers. Out: how far rows, norms and kernel entries may be off.
+"""Bounds on the errors of rows, norms and kernel entries, from the types that they were computed and stored in.
 
-Errors of rows are relative to what the row is summed from, `|a| ⊗ |d|` for factors, since sums that cancel keep the
-rounding of their terms; errors of kernel entries are relative to `sqrt(G_ii G_jj)`.
+Errors of rows are relative to the numbers that the row is summed from, `|a| ⊗ |d|` for factors, since a sum that
+cancels keeps the rounding of its terms. Errors of kernel entries are relative to `sqrt(G_ii G_jj)`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""In: a pool of threads and tasks. Out: their results, or an error once none of them runs any more."""
+"""Run tasks on a pool of threads; an error is raised only when none of them runs any more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands: each turns its flags into the same call as from Python; terminal.py does the rest."""
+"""The commands: each turns its flags into the same call as from Python; `terminal` does the rest."""
 
 from __future__ import annotations
 

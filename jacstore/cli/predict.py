@@ -1,7 +1,4 @@
-"""Predict from two kernels on disk and a file of labels, with the leave-one-out error of the fit.
-
-What `jacstore predict` does.
-"""
+"""Predict from two kernels on disk and a file of labels, with the leave-one-out error of the fit."""
 
 from __future__ import annotations
 

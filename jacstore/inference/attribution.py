@@ -1,4 +1,4 @@
-"""In: kernels, and what a loss says about each output. Out: which training examples move which predictions.
+"""Which training examples move which predictions, from kernels and the loss gradients at the outputs.
 
 With r = dloss/df `(N, K)` the gradient of an example's loss is `g_i = J_iᵀ r_i`, so stored kernels hold every inner
 product of such gradients, for any labels and any loss, without another pass over J: gradient dots

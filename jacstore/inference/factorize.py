@@ -1,4 +1,4 @@
-"""In: a symmetric kernel, a method, alphas. Out: its factorization, found kept with it or computed within memory."""
+"""Factorize a symmetric kernel within the memory, or read the factorization that was kept with it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""In: an eigendecomposed kernel and times. Out: training curves of the network linearised at its parameters.
+"""Training curves of the network linearised at its parameters, from an eigendecomposed kernel.
 
-Gradient flow `df/dt = -G (f - y)` of the loss `|f - y|² / 2`, summed over rows. Gradient descent with step size eta
-has come to `t = eta * steps`; on the mean over N examples to `t = eta * steps / N`.
+Gradient flow `df/dt = -G (f - y)` of the loss `|f - y|² / 2`, summed over rows. Gradient descent with step size eta has
+come to `t = eta * steps`; on the mean over N examples to `t = eta * steps / N`.
 
 References
 ----------

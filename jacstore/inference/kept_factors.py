@@ -1,7 +1,7 @@
-"""In: the factorization of a kernel on disk. Out: it in the kernel's folder, used again while the kernel's bytes last.
+"""Keep the factorization of a kernel on disk in its folder, and use it again while the kernel's bytes stay the same.
 
-Plain Zarr arrays below `factors`, in squares, each checked against a record that names the kernel by its request and
-by the checksums of its tiles. One Cholesky factor is kept (of the last alpha) and one eigendecomposition.
+The arrays are plain Zarr below `factors`, in squares, each checked against a record that names the kernel by its
+request and by the checksums of its tiles. One Cholesky factor is kept (of the last alpha) and one eigendecomposition.
 """
 
 from __future__ import annotations

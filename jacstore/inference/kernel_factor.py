@@ -1,8 +1,8 @@
-"""In: the kernel G of a store and alpha. Out: regression, uncertainty and evidence, without another pass over J.
+"""The public `KernelFactor`: regression, uncertainty and evidence from a factorized kernel, without a pass over J.
 
 With `C = (G + alpha I)⁻¹`, alpha the ridge of a regression and the prior precision of a Laplace posterior, whose
 precision is `A = alpha I + Jᵀ J`: weights `w = C (y - f0)`, predictions `f0(x*) + G* w` and their covariance
-`(G** - G* C G*ᵀ) / alpha`, everything of a left-out example from the diagonal blocks of C.
+`(G** - G* C G*ᵀ) / alpha`; all leave-one-out quantities come from the diagonal blocks of C.
 
 References
 ----------

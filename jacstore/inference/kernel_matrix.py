@@ -1,6 +1,7 @@
-"""In: a kernel on disk, lazy on Dask or an array. Out: all of it in float64, its rows panel by panel, or its product.
+"""One view of any kernel (on disk, lazy on Dask, or an array) for solvers: whole, in panels of rows, or as a product.
 
-What a solver has to know of a kernel, whoever made it: rows per example, what its entries are rounded to, who it is.
+It holds what a solver has to know of a kernel, whoever made it: rows per example, how its entries are rounded, and its
+identity. All values are float64.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""In: kernels and targets. Out: kernel ridge regression in scikit-learn's manner, with alpha chosen by leave-one-out.
+"""Kernel ridge regression in the manner of scikit-learn, with alpha chosen by leave-one-out.
 
 `f(x*) = f0(x*) + G* (G + alpha I)⁻¹ (y - f0)`. The inputs of `fit` and `predict` are kernels, as with scikit-learn's
 `kernel="precomputed"`.

@@ -1,4 +1,4 @@
-"""In: a key. Out: independent standard normal numbers that are the same whatever is asked for, in whatever order.
+"""Standard normal noise from a key, the same in whatever order and whatever blocks it is asked for.
 
 Counter-based (Philox): the numbers of a sample are found by its number and by blocks of columns, so that a second pass
 draws them again instead of keeping them, and neither memory nor other samples change them.

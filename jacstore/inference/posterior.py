@@ -1,7 +1,8 @@
-"""In: a store, its kernel, a prior precision and a key. Out: samples `(n, P)` of the Laplace posterior `N(0, A⁻¹)`.
+"""Draw samples `(n, P)` of the Laplace posterior `N(0, A⁻¹)` of a store and its kernel.
 
-`A = alpha I + Jᵀ Λ J`, Λ from the likelihood; a sample is a deviation from the parameters. The way follows the size: P
-small, the matrix A itself; R moderate, its kernel; else iterations. Any number of samples takes two passes over J.
+`A = alpha I + Jᵀ Λ J`, Λ from the likelihood; a sample is a deviation from the parameters. The method follows the size:
+where P is small, the matrix A itself; where R is moderate, its kernel; else iterations. Any number of samples takes two
+passes over J.
 
 References
 ----------

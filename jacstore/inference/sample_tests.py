@@ -1,8 +1,8 @@
-"""In: samples, the store and kernel that they claim to be of. Out: p-values of what they must be distributed like.
+"""Test whether samples have the distribution of the posterior that their store and kernel define.
 
 `z ~ N(0, A⁻¹)` makes `zᵀ A z` chi-squared with P degrees of freedom. Where P is much larger than the rank r of J that
-test hardly sees the data. With `J Jᵀ = U diag(lam) Uᵀ` and `y = Uᵀ J z` the sharper one looks at both parts apart:
-`y_i sqrt((lam_i + alpha) / lam_i) ~ N(0, 1)`, and what is left of `alpha |z|²` chi-squared with P - r degrees.
+test hardly sees the data. With `J Jᵀ = U diag(lam) Uᵀ` and `y = Uᵀ J z` a sharper test looks at both parts separately:
+`y_i sqrt((lam_i + alpha) / lam_i) ~ N(0, 1)`, and the rest of `alpha |z|²` is chi-squared with P - r degrees.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""In: a kernel, or J alone, and columns `y = J v` of rows. Out: what `Jᵀ` has to be applied to for a posterior sample.
+"""The samplers: from columns `y = J v` of noise to the columns that `Jᵀ` is applied to for a posterior sample.
 
 With `A = alpha I + Jᵀ J` every sampler below is `z = v / sqrt(alpha) + Jᵀ w(J v)`: two passes over J for any number of
 samples, and `w` from the kernel `G = J Jᵀ = U diag(lam) Uᵀ`.

@@ -1,4 +1,4 @@
-"""In: a raw kernel. Out: the kernel weighted by a likelihood, or by prior precisions of its leaves, lazy on Dask.
+"""Kernels weighted by a likelihood, or by prior precisions of the leaves, as lazy Dask arrays.
 
 The generalised Gauss-Newton matrix of a likelihood is `Jᵀ Λ J` with `Λ_n = L_n L_nᵀ` `(K, K)` for each example, so the
 kernel that takes the place of `J Jᵀ` is `blockdiag(L)ᵀ J Jᵀ blockdiag(L)`: small transforms of what is stored. With a

@@ -1,6 +1,6 @@
-"""In: a problem and a loss. Out: J, the Hessian and the generalised Gauss-Newton matrix (GGN) as linear operators
-without a store: JVP, VJP, HVP and GVP by automatic differentiation, a batch of examples and some columns at a time.
+"""J, the Hessian and the generalised Gauss-Newton matrix (GGN) as linear operators without a store.
 
+Products (JVP, VJP, HVP, GVP) are computed by automatic differentiation, a batch of examples and some columns at a time.
 The loss is a sum over examples, `L(params) = sum_i loss(f(params, x_i), target_i)`; its GGN is `sum_i J_iᵀ H_i J_i`
 with `H_i` the Hessian of `loss` in the outputs. One product with any number of columns reads the inputs once.
 """

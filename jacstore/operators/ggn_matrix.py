@@ -1,6 +1,6 @@
-"""In: a store and a likelihood. Out: the matrix `alpha I + Jᵀ Λ J` `(P, P)`, summed in one resumable pass.
+"""Sum the matrix `alpha I + Jᵀ Λ J` `(P, P)` of a store and a likelihood in one resumable pass.
 
-The right object where P is small and R large: it has P² numbers, whatever N. Rows are formed a few thousand at a time.
+The matrix to use where P is small and R large: it has P² numbers, whatever N. Rows are formed a few thousand at a time.
 """
 
 from __future__ import annotations

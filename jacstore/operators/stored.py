@@ -1,4 +1,4 @@
-"""In: a store. Out: J, J Jᵀ and Jᵀ Λ J as SciPy linear operators that stream the store and never form them.
+"""J, J Jᵀ and Jᵀ Λ J of a store as SciPy linear operators that stream it and never form them.
 
 `J v` and `Jᵀ u` read the store once for any number of columns, `Jᵀ Λ J v` once, `J Jᵀ v` twice. Sums are float64,
 products in the type of `precision`.

@@ -1,6 +1,6 @@
-"""In: a problem's parameters, function and choices. Out: the fields of its fingerprint, JSON-able.
+"""The fields of a problem's fingerprint: hashes of its parameters, function and choices, as JSON.
 
-The text of a jaxpr names arrays that it closes over but does not hold their values: they are hashed apart.
+The text of a jaxpr names the arrays that it closes over but does not hold their values, so these are hashed separately.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""In: arrays or a dataset. Out: N, and any run of examples as a pytree of NumPy arrays `(n, ...)`."""
+"""Read runs of examples from sliceable arrays or a map-style dataset, as pytrees of NumPy arrays `(n, ...)`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: the text `path/to/file.py:name` or `package.module:name`. Out: the `Problem` or `TorchProblem` that it names."""
+"""Load the `Problem` or `TorchProblem` that `path/to/file.py:name` or `package.module:name` names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: a user's `apply`. Out: `(selected, rest, example) -> (K,)`, its outputs flattened, and the choice among them."""
+"""Flatten the outputs of a user's `apply` into `(selected, rest, example) -> (K,)`, and choose among them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: params and a selection. Out: the leaves that the Jacobian has columns for, and the others, each with a reason."""
+"""Split parameters into the leaves that the Jacobian has columns for and the others, each with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: a function and example 0. Out: nothing, or the refusal of what is no function of params and one example."""
+"""Refuse a function that is not a function of parameters and one example, by probing it on example 0."""
 
 from __future__ import annotations
 

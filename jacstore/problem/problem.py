@@ -1,7 +1,8 @@
-"""In: a user's function, parameters and data. Out: a probed, fingerprinted `function(selected, rest, example) -> (K,)`.
+"""The public `Problem`, and its preparation: a probed, fingerprinted `function(selected, rest, example) -> (K,)`.
 
-`Problem` holds what the user gave and reads examples. `prepare` splits the parameters into the leaves that a Jacobian
-is taken for and the rest, traces the function, probes that it is a function of one example, and hashes all of it.
+`Problem` holds the user's function, parameters and data, and reads examples. `prepare` splits the parameters into the
+leaves that the Jacobian has columns for and the rest, traces the function, probes that it is a function of one example,
+and hashes everything that decides the result.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""In: a pytree. Out: its leaves, each with a path, a type, and an array of the type that JAX computes in."""
+"""Leaves of pytrees with their paths and types, and as arrays of the types that JAX computes in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: a module of PyTorch, its examples and which outputs. Out: the value that a target names."""
+"""The value that a target file defines for PyTorch: a module, its examples and the choice of outputs."""
 
 from __future__ import annotations
 

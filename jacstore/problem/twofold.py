@@ -1,8 +1,8 @@
-"""In: a function of one example. Out: its program, compiled quickly because it runs for few examples.
+"""Compile a function of one example quickly, for checks that run it on few examples.
 
-On a CPU, XLA writes code of its own for each product of a matrix with a vector, and LLVM takes some 20 ms for it; that
-of a matrix with two vectors it leaves to a library. Where a function allows it, checks therefore compute two copies of
-an example at once, and a network of a hundred layers compiles in a tenth of the time.
+On a CPU, XLA generates code for each product of a matrix with a vector, which costs LLVM some 20 ms each; a product of
+a matrix with two vectors is left to a library. Where the function allows it, checks therefore compute two copies of an
+example at once, and a network of a hundred layers compiles in a tenth of the time.
 """
 
 from __future__ import annotations

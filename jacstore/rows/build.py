@@ -1,4 +1,4 @@
-"""In: a problem and where its store lives. Out: the store, complete for its part; what exists already is kept.
+"""Build a store: compute the rows of every unit that is missing and write them.
 
 Five things overlap: reading inputs (a thread), the device pass (asynchronous), copying to the host (here), encoding and
 writing (threads of the writer). At most two units are alive: the one being filled and the one being written.

@@ -1,4 +1,4 @@
-"""In: the accumulators of a running item. Out: files that let the item go on after a kill."""
+"""Save the accumulators of a running item, so that it can continue after a kill."""
 
 from __future__ import annotations
 

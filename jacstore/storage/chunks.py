@@ -1,9 +1,9 @@
-"""In: pieces of an array. Out: the bytes of Zarr v3 chunk and shard files, with the checksum of every piece, and back.
+"""Encode pieces of arrays into Zarr v3 chunk and shard files, and decode them with every checksum verified.
 
 Why not through a Zarr library: each piece must be checked against the ledger before its bytes are trusted, a slab is
-read straight into the caller's buffer, and every byte read is counted. The files are plain Zarr v3 all the same:
-codecs `bytes`, `blosc` where asked for, and `crc32c`; shards end with the index that `sharding_indexed` defines. The
-tests read them with zarr-python.
+read straight into the caller's buffer, and every byte read is counted. The files are plain Zarr v3 all the same: codecs
+`bytes`, `blosc` where asked for, and `crc32c`; shards end with the index that `sharding_indexed` defines. The tests
+read them with zarr-python.
 """
 
 from __future__ import annotations

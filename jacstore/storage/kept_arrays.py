@@ -1,6 +1,6 @@
-"""In: a kernel's folder and records. Out: the factorizations that solvers keep in it, their bytes, their removal.
+"""List and remove the factorizations that solvers keep in the folder of a kernel.
 
-They save time and nothing else: all of them can be computed again from the kernel.
+They only save time: all of them can be computed again from the kernel.
 """
 
 from __future__ import annotations

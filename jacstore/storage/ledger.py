@@ -1,6 +1,7 @@
-"""In: what has been finished, and what was asked for. Out: records on disk, refusals, and locks.
+"""Records of finished work, comparison of requests, and locks on ranges of work.
 
-One small JSON file a finished piece of work. Only such a record makes work done; it is written last and in one step.
+There is one small JSON file per finished piece of work. Only this record makes the work done; it is written last and in
+one step.
 """
 
 from __future__ import annotations

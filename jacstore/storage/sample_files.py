@@ -1,7 +1,7 @@
-"""In: what samples were asked for and where. Out: passes that are kept until the samples are, and the finished file.
+"""Files of posterior samples, and the finished passes that are kept until the samples are complete.
 
-Beside `FILE.npy` stands a folder `FILE.npy.work` with the request, what finished passes gave, and the record that makes
-the file count.
+Beside `FILE.npy` stands a folder `FILE.npy.work` with the request, the results of finished passes, and the record that
+makes the file count.
 """
 
 from __future__ import annotations

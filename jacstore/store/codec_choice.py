@@ -1,4 +1,4 @@
-"""In: rows of a first batch, and how fast they are computed and written. Out: the codec that takes the least time."""
+"""Choose the codec that takes the least time to compute, encode and write, measured on a first batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: numbers of examples and columns, and a memory. Out: how a store is cut into units, pieces and files."""
+"""Plan how a store is cut into units, pieces and files within a memory budget."""
 
 from __future__ import annotations
 

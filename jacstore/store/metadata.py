@@ -1,7 +1,7 @@
-"""Parse and check the root attributes of a store or kernel, or raise `DamagedDataError`.
+"""Parse and check the root attributes of a store, or raise `DamagedDataError`.
 
-A checksum guards attributes against accidents. What is checked here holds for those made up as well: no name leads out
-of the folder, no size is beyond its array, every tile and every column has its place.
+A checksum guards attributes against accidents. The checks here also hold for made-up attributes: no name leads out of
+the folder, no size exceeds its array, and every column has its place.
 """
 
 from __future__ import annotations

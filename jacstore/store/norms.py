@@ -1,7 +1,7 @@
-"""In: a store. Out: squared norms of its rows from the stored numbers, and how far they may be from the exact ones.
+"""Squared norms of the stored rows, and how far they may be from the exact ones.
 
-The exact ones were taken on the device before rows were rounded. A kernel's diagonal is compared with them when it is
-assembled, and again by `verify`.
+The exact norms were taken on the device, before rows were rounded for storage. The diagonal of a kernel is compared
+with them when it is assembled, and again by `verify`.
 """
 
 from __future__ import annotations

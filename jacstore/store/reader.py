@@ -1,4 +1,4 @@
-"""In: a store on disk or in RAM. Out: what it holds: rows, outputs, norms and facts, every piece checked when read.
+"""The public `JacobianStore`: rows, outputs, norms and facts of a store, every piece checked when it is read.
 
 A unit is a run of consecutive examples and everything about them. It owns whole files; its record makes it exist.
 """

@@ -1,4 +1,4 @@
-"""In: values of a few examples at a time. Out: one unit of an array in memory, in the pieces that its files will hold.
+"""Hold one unit of an array in memory, laid out as the pieces of its files.
 
 Values are put where they are written from, so that nothing is copied twice on its way from the device to the disk.
 """

@@ -1,6 +1,6 @@
-"""In: rows of examples, a unit at a time, whoever computed them. Out: units on disk or in RAM, marked when durable.
+"""The public `StoreWriter`: write rows or factors, one unit at a time, and mark each unit when it is durable.
 
-Protocol of a unit: sweep what a dead attempt left; write and flush its files; flush the folders; then one record with
+Protocol of a unit: remove what a dead attempt left; write and flush its files; flush the folders; then one record with
 the size and checksum of everything, put in place by rename. Only the record makes the unit exist.
 """
 

@@ -1,4 +1,4 @@
-"""In: a kernel whose tiles were checked. Out: checks of its extreme eigenvalues, computed or estimated by Lanczos."""
+"""Check the extreme eigenvalues of a kernel, computed or estimated by Lanczos."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: a kernel and, if it is there, its store. Out: checks of every tile, and of the whole against what is stored.
+"""Check every tile of a kernel, and the whole kernel against its store if that is there.
 
 Tiles are read once: every byte, symmetry, the diagonal against the exact norms, random entries, and products of tiles
 with random weights against `J (Jᵀ z)`, which find any wrong tile with probability near 1 and name it.

@@ -1,4 +1,4 @@
-"""In: stores and random weights. Out: `J (Jᵀ z)` and single kernel entries in float64, streamed from what is stored.
+"""Reference products `J (Jᵀ z)` and single kernel entries in float64, streamed from the stores.
 
 Nothing of the code that assembles kernels is used. Weights are taken tile by tile, `z` restricted to a range of
 examples, so that a wrong tile shows in the rows and the range that it belongs to. Columns of rows are read once, and

@@ -1,4 +1,4 @@
-"""In: figures that were checked. Out: a report: each check with its figure, its bound, and where it failed."""
+"""Reports of a verification: each check with its figure, its bound, and where it failed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""In: a store. Out: checks of its records, of every byte, and of its rows against norms taken before rounding.
+"""Check the records of a store, every byte, and its rows against norms taken before rounding.
 
-What is checked is derived afresh; a unit that fails is marked, so that the next build recomputes just that unit.
+Everything is derived afresh; a unit that fails is marked, so that the next build recomputes just that unit.
 """
 
 from __future__ import annotations

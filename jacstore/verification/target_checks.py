@@ -1,4 +1,4 @@
-"""In: a store and the problem it should be of. Out: checks of fingerprint, inputs, outputs, and rows recomputed.
+"""Compare a store with the problem it was built from: fingerprint, inputs, outputs, and recomputed rows.
 
 Rows are recomputed in float64 by plain `jax.vjp` of the user's function, sharing nothing with the code that built them
 but the names of leaves. A row that is out of bound is recomputed in the build's own precision before it counts: a ReLU

@@ -1,4 +1,4 @@
-"""In: tiles of a kernel, as they are read, and what the stores say they should give. Out: what each is found to be."""
+"""Read the tiles of a kernel and compare each with the values that its stores give."""
 
 from __future__ import annotations
 

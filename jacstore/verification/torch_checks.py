@@ -1,4 +1,4 @@
-"""In: a store and the module it should be of. Out: checks of fingerprint, inputs, outputs, and rows recomputed.
+"""Compare a store with the module it was built from: fingerprint, inputs, outputs, and recomputed rows.
 
 Rows are recomputed by plain autograd in float64, one example and one output after another.
 """

@@ -1,4 +1,4 @@
-"""In: a store or kernel, and what it should be of. Out: a report of checks, each with its figure and its bound.
+"""Verify a store or a kernel: a report of checks, each with its figure and its bound.
 
 Everything is derived afresh, so bytes that were put back right are right again. What is found wrong is marked where the
 folder can be written, and the next build or gram recomputes just that.

@@ -1,6 +1,6 @@
-"""In: a kernel too large to factorize, alpha, right-hand sides. Out: `(G + alpha I)⁻¹ Y` by block conjugate gradients.
+"""Solve `(G + alpha I) X = Y` by block conjugate gradients, for kernels too large to factorize.
 
-All right-hand sides share each pass over the kernel, one pass a step. The block of residuals is kept as `Q C` with
+All right-hand sides share each pass over the kernel, one pass per step. The block of residuals is kept as `Q C` with
 orthonormal Q, which no dependence between right-hand sides can break: directions that became dependent are dropped.
 
 References

@@ -1,4 +1,4 @@
-"""In: a symmetric kernel and alpha. Out: a Cholesky factor or an eigendecomposition in float64, and its answers.
+"""Cholesky factors and eigendecompositions of symmetric kernels in float64, with one interface.
 
 Both answer the same questions about `C = (G + alpha I)⁻¹`. The first axis of every answer counts alphas: one for a
 Cholesky factor, any number for an eigendecomposition. LAPACK is called where no workspace grows with R² in 32 bits.

@@ -1,4 +1,4 @@
-"""In: a symmetric matrix as a product, a block of vectors. Out: functions of the matrix times each vector, by Krylov.
+"""Functions of a symmetric matrix times vectors, by Krylov methods that need only products with the matrix.
 
 Every vector has a Krylov space of its own; all of them share each product with the matrix.
 

@@ -1,11 +1,10 @@
-"""In: the ends of a spectrum and a wanted error. Out: shifts and weights whose resolvents sum to an inverse root.
+"""Shifts and weights of a quadrature for inverse square roots of positive definite matrices.
 
 `M^{-1/2} v ≈ sum_q w_q (M + s_q I)⁻¹ v` for `M` with eigenvalues in `[lmin, lmax]` (contour integral quadrature).
 
 References
 ----------
-Hale, Higham, Trefethen 2008, doi:10.1137/070700607. Pleiss, Jankowiak, Eriksson, Damle, Gardner 2020,
-arXiv:2006.11267.
+Hale, Higham, Trefethen 2008, doi:10.1137/070700607. Pleiss, Jankowiak, Eriksson, Damle, Gardner 2020, arXiv:2006.11267.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""In: rows and factors of a batch, as they are about to be stored. Out: an error where plain autograd differs.
+"""Compare rows and factors of a batch with plain autograd before they are stored.
 
-One random combination of an example's rows costs one plain backward pass. At least one example of every unit is
+One random combination of the rows of an example costs one plain backward pass. At least one example of every unit is
 compared, and more of them as long as that takes a small share of the build.
 """
 

@@ -1,10 +1,10 @@
-"""In: a torch module and its examples. Out: the store of its per-example Jacobian, resumable; needs the extra `torch`.
+"""Build the store of a PyTorch module's per-example Jacobians; needs the extra `torch`.
 
     import jacstore.torch
 
     store = jacstore.torch.build(module.eval(), x, "run.jac", memory="8GB")
 
-Parameters that are multiplied by linear, convolution or embedding calls give factors, all others rows by
+Parameters that are multiplied by linear, convolution or embedding calls give factors, all others give rows by
 `torch.func`, in one pass: the VJP of one example, mapped over outputs and over examples.
 """
 

@@ -1,7 +1,7 @@
-"""In: a call of torch as a function sees it. Out: the product that it is of a weight and an input, or nothing.
+"""Recognise calls of torch functions that are a product of a weight and an input.
 
-What counts is the call itself, not the class of the layer that makes it: a subclass, a hook or a function of the user's
-changes what goes into the call, and that is what is seen.
+The call itself counts, not the class of the layer that makes it: a subclass, a hook or a function of the user's own
+changes what goes into the call, and that is what is seen here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""In: the layers of a network in torch. Out: the terms of every parameter leaf, and rows from operands as tensors."""
+"""Choose the terms of every parameter leaf of a module, and form rows from operands as tensors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""In: a call of torch that multiplies parameters within itself. Out: the same as calls that are one product each.
+"""Split calls of torch that multiply several parameters into calls that are one product each.
 
-Recurrent layers are one call for all layers, directions and steps; here every product of a weight is a call of
-`linear`, which a mode of torch sees. Attention is a function that hands itself to a mode whole; its body is run
+A recurrent layer is one call for all layers, directions and steps; here every product with a weight becomes a call of
+`linear`, which a torch mode sees. Attention is a function that hands itself to a mode as a whole; its body is run
 instead.
 """
 

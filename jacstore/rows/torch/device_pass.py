@@ -1,8 +1,8 @@
-"""In: a network in torch and its first examples. Out: the pass that turns batches of examples into rows and factors.
+"""The device pass of a module: from a batch of examples to rows and factors.
 
-The VJP of one example is mapped over outputs and over examples by `torch.func`; nothing couples examples then, and
-layers need not know where the batch axis is. Before that, plain autograd says which layers there are, and what the
-gradients of the first examples have to be.
+The VJP of one example is mapped over outputs and over examples by `torch.func`, so that nothing couples examples and
+layers need not know where the batch axis is. Before that, plain autograd finds the layers and computes the gradients of
+the first examples, which the pass has to reproduce.
 """
 
 from __future__ import annotations

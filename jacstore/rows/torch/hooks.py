@@ -1,9 +1,9 @@
-"""In: a network in torch and an example. Out: its layers as they are called, and the operands that they store.
+"""Record the layers of a module as they are called, and the operands that they store.
 
-A mode of torch sees every call that multiplies a parameter, whichever module makes it, keeps what goes in and adds a
-zero to what comes out: the cotangent of that zero is the call's, whatever is done in place afterwards. When layers are
-looked for, such calls get detached parameters: one that autograd's graph still reaches is used in another way too, and
-is stored as rows.
+A torch mode sees every call that multiplies a parameter, whichever module makes it, keeps the call's input and adds a
+zero to its output: the cotangent of that zero is the call's cotangent, whatever is done in place afterwards. While
+layers are looked for, such calls get detached parameters: a parameter that autograd's graph still reaches is used in
+another way too, and is stored as rows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""In: a torch module. Out: a function of parameters and one example, its outputs flattened, and what identifies it.
+"""A module as a function of parameters and one example, its outputs flattened, and its fingerprint.
 
 The module itself is never changed: its parameters are handed in by `torch.func.functional_call`, as detached copies or
-views, so that gradients, modes and types of the user's own stay as they are.
+views, so that the user's gradients, modes and types stay as they are.
 """
 
 from __future__ import annotations

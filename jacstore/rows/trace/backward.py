@@ -1,6 +1,7 @@
-"""In: a function of parameters and one example. Out: its backward pass as one flat list of equations, and their values.
+"""Trace the backward pass of one example into one flat list of equations, and evaluate it.
 
-Wrapping calls such as `jit`, `remat` and custom derivatives are opened, so that what forms a gradient can be seen.
+Wrapping calls such as `jit`, `remat` and custom derivatives are inlined, so that the equations that form a gradient can
+be seen.
 """
 
 from __future__ import annotations

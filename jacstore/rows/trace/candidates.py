@@ -1,4 +1,4 @@
-"""In: equations at which a gradient begins. Out: what their terms store: operands, their order, and which pair up."""
+"""Candidate terms: operands that a gradient could be stored by, their order of axes, and which terms pair up."""
 
 from __future__ import annotations
 

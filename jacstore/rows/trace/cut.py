@@ -1,7 +1,7 @@
-"""In: a prepared problem. Out: the terms of every parameter leaf, and the function that computes what they store.
+"""Choose the terms of every parameter leaf, and make the function that computes what they store.
 
-The backward pass of one example is traced once and cut just before the products that form gradients; XLA then never
-forms them. A gradient that begins anywhere else, such as a weight inside `scan`, is stored as it is: always right, only
+The backward pass of one example is traced once and cut just before the products that form gradients, which XLA then
+never computes. A gradient that begins in any other way, such as inside `while`, is stored as rows: always right, only
 larger.
 """
 

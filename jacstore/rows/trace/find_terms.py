@@ -1,7 +1,7 @@
-"""In: a flat backward pass. Out: for every parameter leaf the products, look-ups or sums of cotangents that form it.
+"""Find the products, look-ups or sums of cotangents that form the gradient of each parameter leaf.
 
-A gradient is followed back through steps that only move or scale numbers. Sums of cotangents, such as biases, are tied
-to the cotangents of the layer they belong to.
+A gradient is followed back through steps that only move or scale numbers. Sums of cotangents, such as the gradients of
+biases, are tied to the cotangents of their layer.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Products inside a scan, taken out of it: the steps become positions, or groups, of one product.
+"""Take products out of scans: the steps become positions, or groups, of one product.
 
-The backward pass of a recurrent layer adds `a_t ⊗ d_t` to a weight's gradient at every step of a scan, that of scanned
-layers puts one such product for each layer side by side. Both are rewritten so that the scan only returns the operands
-of all steps, `(T, ...)`, and one product follows it, which contracts the steps or keeps them as a batch. The values are
-the same; what forms a gradient then stands where it can be followed.
+The backward pass of a recurrent layer adds `a_t ⊗ d_t` to the gradient of a weight at every step of a scan; that of
+scanned layers stacks one such product per layer. Both are rewritten so that the scan only returns the operands of all
+steps, `(T, ...)`, and one product follows it, which contracts the steps or keeps them as a batch axis. The values are
+the same, and what forms the gradient then stands where it can be followed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Linear maps between a weight and its product, carried over to the product's operands.
+"""Carry linear maps between a weight and its product over to the operands of the product.
 
 Where a network multiplies by a slice of a weight, by a permuted, scaled or centred one, or by `W + A @ B`, the row of
 the weight is a linear map of the outer product `sum_t a_t ⊗ d_t`. A map that acts on axes of one side only is applied
-to that side, `M (a ⊗ d) = (M a) ⊗ d`, which is exact and keeps the row in two factors. Axes of the product are
-followed by name through every step; a map that joins both sides, such as a mask of single entries, has no such form.
+to that side, `M (a ⊗ d) = (M a) ⊗ d`, which is exact and keeps the row in two factors. Axes of the product are followed
+by name through every step; a map that joins both sides, such as a mask of single entries, has no such form.
 """
 
 from __future__ import annotations
