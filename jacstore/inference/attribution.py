@@ -26,7 +26,7 @@ from scipy.special import softmax
 from jacstore.base.indexing import resolve
 from jacstore.errors import InvalidRequestError
 from jacstore.inference.kernel_factor import KernelFactor
-from jacstore.inference.kernel_matrix import Gram, as_columns, cross_gram
+from jacstore.inference.kernel_matrix import KernelMatrix, as_columns, cross_gram
 from jacstore.inference.linalg.cholesky_eigh import PANEL
 from jacstore.inference.weighted_kernels import whole_examples
 from jacstore.kernels.kernel import Kernel
@@ -98,7 +98,7 @@ def gradient_dot(
 
 def _dots(kernel: Any, rows: Any, columns: Any) -> da.Array:
     k = np.shape(rows)[-1] if np.ndim(rows) == 2 else 1
-    gram = Gram(kernel, None if isinstance(kernel, Kernel | str | Path) else k)
+    gram = KernelMatrix(kernel, None if isinstance(kernel, Kernel | str | Path) else k)
     k = gram.n_outputs
     if gram.mode != "full":
         raise InvalidRequestError(
@@ -183,7 +183,7 @@ def influence(factor: KernelFactor, cross: Any, residuals: Any = None, column_re
 class _Influence:
     """`G* C`, or its contraction, as an array-like for Dask: rows are solved where they are asked for."""
 
-    def __init__(self, factor: KernelFactor, cross: Gram, sides: tuple[np.ndarray, np.ndarray] | None) -> None:
+    def __init__(self, factor: KernelFactor, cross: KernelMatrix, sides: tuple[np.ndarray, np.ndarray] | None) -> None:
         self.factor, self.cross, self.sides = factor, cross, sides
         self.k = 1 if sides is None else factor.n_outputs
         self.shape = (cross.shape[0] // self.k, cross.shape[1] // self.k)

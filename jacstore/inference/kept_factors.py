@@ -38,12 +38,12 @@ from jacstore.storage.ledger import Lock, sweep
 SQUARE = 2048
 
 
-class Kept:
+class KeptFactor:
     """What is kept, or will be, of one method for one kernel.
 
     Attributes
     ----------
-    found
+    record
         The record of a factorization of this very kernel, None where there is none that can be used.
     """
 
@@ -51,9 +51,9 @@ class Kept:
         self.kernel, self.files, self.method, self.alpha = kernel, files, method, alpha
         self.rows = kernel.shape[0]
         self.content, self._kind = kernel.content(), record_kind(method)
-        record = read_record(kernel.ledger, method)
-        matches = record is not None and (record.of, record.alpha) == (self.content, alpha)
-        self.found: FactorRecord | None = record if matches else None
+        found = read_record(kernel.ledger, method)
+        matches = found is not None and (found.of, found.alpha) == (self.content, alpha)
+        self.record: FactorRecord | None = found if matches else None
 
     def layouts(self) -> list[ArrayLayout]:
         """The arrays: U of a Cholesky factor, upper squares only, or values and vectors."""
@@ -93,7 +93,7 @@ class Kept:
             return [self._read(layout) for layout in self.layouts()]
         except DamagedDataError:
             # It can be computed again, unlike what it was computed from.
-            self.found = None
+            self.record = None
             return None
 
     def load_values(self) -> np.ndarray | None:
@@ -103,7 +103,7 @@ class Kept:
         return None
 
     def _read(self, layout: ArrayLayout) -> np.ndarray:
-        files = {} if self.found is None else self.found.files
+        files = {} if self.record is None else self.record.files
         whole, piece = np.empty(layout.shape), np.empty(layout.piece)
         for at in self._squares(layout):
             name = layout.file_name(at)
@@ -144,11 +144,11 @@ class Kept:
             files[name] = encoder.record().to_list()
 
 
-def kept_for(kernel: Kernel | None, method: str, alpha: float | None = None) -> Kept | None:
+def kept_for(kernel: Kernel | None, method: str, alpha: float | None = None) -> KeptFactor | None:
     """What is or can be kept with a kernel; None where it is not on disk."""
     if kernel is None or not isinstance(kernel.files, Folder):
         return None
-    return Kept(kernel, kernel.files, method, alpha)
+    return KeptFactor(kernel, kernel.files, method, alpha)
 
 
 def clean(kernel: Kernel | str | Path) -> list[KeptFactorization]:

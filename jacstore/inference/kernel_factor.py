@@ -21,7 +21,7 @@ import numpy as np
 
 from jacstore.errors import InvalidRequestError
 from jacstore.inference.factorize import METHODS, checked_alphas, factorize
-from jacstore.inference.kernel_matrix import Columns, Gram, as_columns, cross_gram, offset_like
+from jacstore.inference.kernel_matrix import Columns, KernelMatrix, as_columns, cross_gram, offset_like
 from jacstore.inference.linalg.cholesky_eigh import PANEL, Eigen
 from jacstore.kernels.kernel import open_kernel
 
@@ -93,7 +93,7 @@ class KernelFactor:
         if method not in METHODS:
             raise InvalidRequestError(f"method={method!r}: allowed are {', '.join(METHODS)}")
         alphas = checked_alphas(alpha, method)
-        self.gram = Gram(kernel, outputs)
+        self.gram = KernelMatrix(kernel, outputs)
         self.gram.require_symmetric()
         self._factor, norm, self.reused = factorize(self.gram, method, alphas, memory, keep)
         self.error = self.gram.roundoff * norm
@@ -276,7 +276,7 @@ class KernelFactor:
             return found
         return found[0] if found.ndim > 1 else float(found[0])
 
-    def _own_blocks(self, blocks: Any, cross: Gram) -> np.ndarray:
+    def _own_blocks(self, blocks: Any, cross: KernelMatrix) -> np.ndarray:
         k = self.n_outputs
         blocks = open_kernel(str(blocks)) if isinstance(blocks, str | Path) else blocks
         mode = getattr(blocks, "mode", "blocks")

@@ -32,7 +32,7 @@ ASYMMETRY = 1e-6
 Tile = tuple[slice, slice, np.ndarray]
 
 
-class Gram:
+class KernelMatrix:
     """A kernel `(rows, columns)` of mode full or trace, or a matrix in its place.
 
     Parameters
@@ -220,7 +220,7 @@ def _ahead(read: Callable[[Any], Any], todo: Iterable[Any]) -> Iterator[Any]:
                 future.cancel()
 
 
-def cross_gram(given: Any, of: Gram) -> Gram:
+def cross_gram(given: Any, of: KernelMatrix) -> KernelMatrix:
     """A kernel between other examples (rows) and those of `of` (columns).
 
     Raises
@@ -228,7 +228,7 @@ def cross_gram(given: Any, of: Gram) -> Gram:
     InvalidRequestError
         If its columns are not the rows of `of`.
     """
-    cross = Gram(given, None if isinstance(given, Kernel | str | Path) else of.n_outputs)
+    cross = KernelMatrix(given, None if isinstance(given, Kernel | str | Path) else of.n_outputs)
     if cross.n_outputs != of.n_outputs or cross.mode != of.mode or cross.shape[1] != of.shape[0]:
         raise InvalidRequestError(
             f"{cross.where} is {cross.shape}, mode {cross.mode}, and {of.where} is {of.shape}, mode {of.mode}; needed "

@@ -12,7 +12,7 @@ import numpy as np
 
 from jacstore.errors import InvalidRequestError
 from jacstore.inference.kernel_factor import KernelFactor
-from jacstore.inference.kernel_matrix import Gram, as_columns, cross_gram, offset_like
+from jacstore.inference.kernel_matrix import KernelMatrix, as_columns, cross_gram, offset_like
 from jacstore.inference.linalg.block_cg import block_cg
 
 METHODS = ("cholesky", "eigh", "cg")
@@ -103,7 +103,7 @@ class KernelRidge:
         self._offset = f0 is not None
         self.factor_: Any  # a KernelFactor, None for cg
         if self.method == "cg":
-            self.gram_, self.factor_, self.alpha_ = Gram(kernel, self.outputs), None, self.alpha
+            self.gram_, self.factor_, self.alpha_ = KernelMatrix(kernel, self.outputs), None, self.alpha
             options = {"alpha": self.alpha, "tolerance": self.tolerance, "outputs": self.outputs}
             self.dual_coef_ = block_cg(kernel, residual, **options).value
             return self

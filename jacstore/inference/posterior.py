@@ -23,7 +23,7 @@ from jacstore.base.events import Listener, silent
 from jacstore.base.machine import default_memory
 from jacstore.errors import InvalidRequestError
 from jacstore.inference.factorize import checked_alpha
-from jacstore.inference.kernel_matrix import Gram, require_memory
+from jacstore.inference.kernel_matrix import KernelMatrix, require_memory
 from jacstore.inference.linalg.cholesky_eigh import bytes_needed, cholesky, solve_upper
 from jacstore.inference.noise import BLOCK, KeyedNoise, Noise
 from jacstore.inference.sampling_methods import (
@@ -218,7 +218,7 @@ class _Plan:
 def require_own(jacobian: JacobianOperator, kernel: Kernel) -> None:
     """Refuse a kernel that is not `J Jᵀ` of the stored J."""
     jacobian.gram(kernel)
-    if Gram(kernel).exact_diagonal:
+    if KernelMatrix(kernel).exact_diagonal:
         raise InvalidRequestError(
             f"{kernel.path}: its diagonal was replaced by exact norms, so it is not J Jᵀ of the stored J and samples "
             "from it would be wrong; assemble a kernel without that (kernel=)"

@@ -24,7 +24,7 @@ import numpy as np
 
 from jacstore.errors import InvalidRequestError
 from jacstore.inference.kernel_factor import KernelFactor
-from jacstore.inference.kernel_matrix import Gram, require_memory
+from jacstore.inference.kernel_matrix import KernelMatrix, require_memory
 from jacstore.inference.linalg.block_cg import block_cg
 from jacstore.inference.linalg.cholesky_eigh import Cholesky, bytes_needed, cholesky
 from jacstore.inference.linalg.lanczos import lanczos_function, largest_eigenvalue, shifted_cg
@@ -84,14 +84,14 @@ class DualKernel:
         """All of it, with memory for a second one."""
         matrix, outputs = self.array()
         require_memory(2 * bytes_needed("kept", self.rows), self.memory, f"{self.rows:,} rows twice", "leave rows out")
-        return Gram(matrix, outputs).load()
+        return KernelMatrix(matrix, outputs).load()
 
     def matmat(self, block: np.ndarray) -> np.ndarray:
         """G times `(R, m)`."""
         if self.kernel is None:
             return self.jacobian.times(self.jacobian.transposed(block))
         matrix, outputs = self.array()
-        return Gram(matrix, outputs).matmat(block)
+        return KernelMatrix(matrix, outputs).matmat(block)
 
 
 @dataclass(frozen=True, kw_only=True)

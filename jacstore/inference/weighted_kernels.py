@@ -18,7 +18,7 @@ from scipy.special import softmax
 
 from jacstore.base.precision import ROUNDOFF
 from jacstore.errors import InvalidRequestError
-from jacstore.inference.kernel_matrix import PRODUCTS, Gram
+from jacstore.inference.kernel_matrix import PRODUCTS, KernelMatrix
 from jacstore.kernels.kernel import Kernel, open_kernel
 from jacstore.kernels.lazy import described
 from jacstore.operators.likelihoods import LIKELIHOODS
@@ -69,7 +69,7 @@ def weighted(kernel: Any, outputs: Any, likelihood: str = "softmax", sides: str 
         raise InvalidRequestError(f"sides={sides!r}: allowed are {', '.join(SIDES)}")
     roots = likelihood_roots(outputs, likelihood)
     examples, k, _ = roots.shape
-    gram = Gram(kernel, None if getattr(kernel, "mode", None) else k)
+    gram = KernelMatrix(kernel, None if getattr(kernel, "mode", None) else k)
     if gram.mode != "full" or gram.n_outputs != k:
         raise InvalidRequestError(f"{gram.where} has mode {gram.mode} and {gram.n_outputs} outputs; needed: full, {k}")
     axes = {"both": (0, 1), "columns": (1,), "rows": (0,)}[sides]

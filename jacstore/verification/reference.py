@@ -23,7 +23,7 @@ ROWS_SHARE, SUMS_SHARE = 4, 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class Query:
     """What is asked of a kernel: products with `weights` `(M, K)` restricted to `ranges` of examples, and entries.
 
     `entries` are (n, k, m, o); trace sums over outputs, so k and o are 0 there. `mode` says how outputs pair: each with
@@ -37,7 +37,7 @@ class Wanted:
 
 
 @dataclass(kw_only=True)
-class Found:
+class ReferenceValues:
     """Products `(N, K, ranges)`, K = 1 for trace and one range for blocks, and values of the entries."""
 
     products: np.ndarray
@@ -45,15 +45,15 @@ class Found:
 
 
 def stream(
-    rows: JacobianStore, cols: JacobianStore, wanted: Wanted, memory: int, leaves: Sequence[int] | None = None
-) -> Found:
+    rows: JacobianStore, cols: JacobianStore, query: Query, memory: int, leaves: Sequence[int] | None = None
+) -> ReferenceValues:
     """Products and entries over some leaves, all if not given."""
-    k = 1 if wanted.mode == "trace" else rows.n_outputs
-    ranges = 1 if wanted.mode == "blocks" else len(wanted.ranges)
-    found = Found(products=np.zeros((rows.n_examples, k, ranges)), entries=np.zeros(len(wanted.entries)))
+    k = 1 if query.mode == "trace" else rows.n_outputs
+    ranges = 1 if query.mode == "blocks" else len(query.ranges)
+    values = ReferenceValues(products=np.zeros((rows.n_examples, k, ranges)), entries=np.zeros(len(query.entries)))
     for part in _parts(rows, cols, range(len(rows.leaves)) if leaves is None else leaves, memory):
-        _add(found, part, wanted, memory)
-    return found
+        _add(values, part, query, memory)
+    return values
 
 
 def _parts(rows: JacobianStore, cols: JacobianStore, leaves: Sequence[int], memory: int) -> Iterator[_Part]:
@@ -97,29 +97,29 @@ class _Part(Protocol):
         """Outputs of a block."""
 
 
-def _add(found: Found, part: _Part, wanted: Wanted, memory: int) -> None:
-    examples = _Examples(part, wanted.entries)
-    if wanted.mode == "blocks":
+def _add(values: ReferenceValues, part: _Part, query: Query, memory: int) -> None:
+    examples = _Examples(part, query.entries)
+    if query.mode == "blocks":
         for a, b, block in part.blocks(0):
             examples.keep(0, a, b, block)
             for n in range(a, b):
                 one = part.pick(block, n - a, n - a + 1, slice(None))
-                sums = part.pull(one, wanted.weights[n : n + 1])
-                found.products[n] += part.scale**2 * part.push(one, sums[None])[0]
+                sums = part.pull(one, query.weights[n : n + 1])
+                values.products[n] += part.scale**2 * part.push(one, sums[None])[0]
     else:
         width = max(1, memory // SUMS_SHARE // (8 * part.size))
-        each = wanted.mode in ("trace", "diagonal")
-        turns = [slice(k, k + 1) for k in range(wanted.weights.shape[1])] if each else [slice(None)]
-        for first in range(0, len(wanted.ranges), width):
-            ranges = wanted.ranges[first : first + width]
+        each = query.mode in ("trace", "diagonal")
+        turns = [slice(k, k + 1) for k in range(query.weights.shape[1])] if each else [slice(None)]
+        for first in range(0, len(query.ranges), width):
+            ranges = query.ranges[first : first + width]
             for outputs in turns:
-                sums = _pulled(part, wanted.weights, ranges, outputs, examples)
+                sums = _pulled(part, query.weights, ranges, outputs, examples)
                 for a, b, block in part.blocks(0):
                     examples.keep(0, a, b, block)
                     pushed = part.scale**2 * part.push(part.pick(block, 0, b - a, outputs), sums)
-                    to = slice(None) if wanted.mode != "diagonal" else outputs
-                    found.products[a:b, to, first : first + width] += pushed
-    found.entries += part.scale**2 * examples.products(wanted.mode)
+                    to = slice(None) if query.mode != "diagonal" else outputs
+                    values.products[a:b, to, first : first + width] += pushed
+    values.entries += part.scale**2 * examples.products(query.mode)
 
 
 def _pulled(
@@ -141,11 +141,11 @@ class _Examples:
 
     def __init__(self, part: _Part, entries: Sequence[tuple[int, int, int, int]]) -> None:
         self.part, self.entries = part, entries
-        self.wanted = ({n for n, _, _, _ in entries}, {m for _, _, m, _ in entries})
+        self.needed = ({n for n, _, _, _ in entries}, {m for _, _, m, _ in entries})
         self.kept: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
 
     def keep(self, side: int, a: int, b: int, block: Any) -> None:
-        for n in self.wanted[side]:
+        for n in self.needed[side]:
             if a <= n < b and n not in self.kept[side]:
                 picked = self.part.pick(block, n - a, n - a + 1, slice(None))
                 # Copies: views would keep all of the block.

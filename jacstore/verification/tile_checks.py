@@ -12,7 +12,7 @@ from jacstore.errors import DamagedDataError
 from jacstore.kernels.diagonal import Diagonal, diagonal_of, longest_sum
 from jacstore.kernels.kernel import Kernel
 from jacstore.store.reader import JacobianStore
-from jacstore.verification.reference import Found, Wanted
+from jacstore.verification.reference import Query, ReferenceValues
 from jacstore.verification.report import Tally
 
 # What `J (Jᵀ z)` in float64 is off itself.
@@ -20,7 +20,7 @@ REFERENCE = 64 * ROUNDOFF["float64"]
 
 
 @dataclass(kw_only=True)
-class Seen:
+class TileFindings:
     """What reading a kernel's tiles has shown: tiles (array, i, j) found wrong, True where bytes are as recorded."""
 
     bad: dict[tuple[int, int, int], bool] = field(default_factory=dict)
@@ -63,22 +63,22 @@ class EntryBounds:
         return float(figures[at]), float(bounds[at])
 
 
-class Expected:
+class StoreValues:
     """What the tiles of one array should give."""
 
     def __init__(
         self,
         *,
-        wanted: Wanted,
-        found: Found,
+        query: Query,
+        values: ReferenceValues,
         norms: tuple[np.ndarray, np.ndarray],
         spans: list[tuple[int, int]],
         known: tuple[set[int], set[int]],
         diagonal: Diagonal | None,
     ) -> None:
-        self.wanted, self.found, self.norms, self.spans, self.known = wanted, found, norms, spans, known
+        self.query, self.values, self.norms, self.spans, self.known = query, values, norms, spans, known
         self.diagonal = diagonal
-        self.products, self.squares = np.zeros_like(found.products), np.zeros_like(found.products)
+        self.products, self.squares = np.zeros_like(values.products), np.zeros_like(values.products)
 
     def scales(self, mode: str) -> tuple[np.ndarray, np.ndarray]:
         """`(N, K)` norms of rows and of columns, K = 1 for trace."""
@@ -93,13 +93,13 @@ class TileChecks:
         self,
         kernel: Kernel,
         index: int,
-        expected: Expected | None,
+        expected: StoreValues | None,
         bounds: EntryBounds,
-        seen: Seen,
+        findings: TileFindings,
         tallies: dict[str, Tally],
     ) -> None:
         self.kernel, self.index, self.expected, self.bounds = kernel, index, expected, bounds
-        self.seen, self.tallies, self.plan = seen, tallies, kernel.plan
+        self.findings, self.tallies, self.plan = findings, tallies, kernel.plan
 
     def read(self, i: int, j: int) -> None:
         """Check the bytes of a tile, then what can be said of it alone."""
@@ -120,20 +120,20 @@ class TileChecks:
         tile = np.asarray(tile, np.float64)
         times = 2 if self.plan.symmetric and i != j else 1
         squares = np.square(tile)
-        self.seen.frobenius += times * float(squares.sum())
+        self.findings.frobenius += times * float(squares.sum())
         if self.plan.symmetric and i == j:
-            self.seen.largest_norm = max(self.seen.largest_norm, float(diagonal_of(tile).max(initial=0)))
+            self.findings.largest_norm = max(self.findings.largest_norm, float(diagonal_of(tile).max(initial=0)))
         if self.expected is not None:
             self._diagonal(self.expected, i, j, tile, where)
             self._entries(self.expected, i, j, tile, where)
-            self._multiply(self.expected.products, i, j, tile, self.expected.wanted.weights)
+            self._multiply(self.expected.products, i, j, tile, self.expected.query.weights)
             # What roundings of the products to one side may amount to: weights have random signs.
-            self._multiply(self.expected.squares, i, j, squares, np.square(self.expected.wanted.weights))
+            self._multiply(self.expected.squares, i, j, squares, np.square(self.expected.query.weights))
 
     def _wrong(self, i: int, j: int, as_recorded: bool) -> None:
-        self.seen.bad[self.index, i, j] = as_recorded
+        self.findings.bad[self.index, i, j] = as_recorded
 
-    def _diagonal(self, expected: Expected, i: int, j: int, tile: np.ndarray, where: str) -> None:
+    def _diagonal(self, expected: StoreValues, i: int, j: int, tile: np.ndarray, where: str) -> None:
         if expected.diagonal is None or i != j:
             return
         figure, bound, what = expected.diagonal.compare(self.index, i, tile)
@@ -141,11 +141,11 @@ class TileChecks:
         if not tally.see(figure, bound, f"{where}: {what}"):
             self._wrong(i, j, True)
 
-    def _entries(self, expected: Expected, i: int, j: int, tile: np.ndarray, where: str) -> None:
+    def _entries(self, expected: StoreValues, i: int, j: int, tile: np.ndarray, where: str) -> None:
         a, b = self.plan.rows.examples(self.plan.tile, i, i + 1)
         c, d = self.plan.cols.examples(self.plan.tile, j, j + 1)
         scales = expected.scales(self.plan.mode)
-        for at, (n, k, m, o) in enumerate(expected.wanted.entries):
+        for at, (n, k, m, o) in enumerate(expected.query.entries):
             if not (a <= n < b and c <= m < d) or (self.kernel.exact_diagonal and (n, k) == (m, o)):
                 continue
             place = {
@@ -155,8 +155,8 @@ class TileChecks:
                 "blocks": (n - a, k, o),
             }[self.plan.mode]
             scale = math.sqrt(scales[0][n, k] * scales[1][m, o])
-            off = np.abs(tile[place] - expected.found.entries[at])
-            size = np.abs(expected.found.entries[at])
+            off = np.abs(tile[place] - expected.values.entries[at])
+            size = np.abs(expected.values.entries[at])
             fine = self.tallies["entries"].see(
                 *self.bounds.worst(off, np.array(scale), self.bounds.error + REFERENCE, size),
                 f"{where}: entry of example {n}, output {k} with example {m}, output {o}",
@@ -176,7 +176,7 @@ class TileChecks:
             mirrored = self._times(np.swapaxes(tile, -1, -2), weights[slice(*rows)])
             into[slice(*cols), :, self._span(self.expected, i)] += mirrored
 
-    def _span(self, expected: Expected, j: int) -> int:
+    def _span(self, expected: StoreValues, j: int) -> int:
         if self.plan.mode == "blocks":
             return 0
         return next(at for at, (first, last) in enumerate(expected.spans) if first <= j < last)
@@ -197,18 +197,18 @@ class TileChecks:
         if expected is None:
             return
         left, right = expected.scales(self.plan.mode)
-        weights = expected.wanted.weights[:, : right.shape[1]]
+        weights = expected.query.weights[:, : right.shape[1]]
         weighted = np.where(weights == 0, 0.0, right * np.square(weights))
         bound = self.bounds.error + REFERENCE
-        off = np.abs(expected.products - expected.found.products)
+        off = np.abs(expected.products - expected.values.products)
         for at, (first, last) in enumerate(expected.spans if self.plan.mode != "blocks" else [(0, 1)]):
             for i in range(self.plan.grid[0]):
                 tiles = [(i, i)] if self.plan.mode == "blocks" else [(i, j) for j in range(first, last)]
                 stored = [(min(t), max(t)) if self.plan.symmetric else t for t in tiles]
-                if any(self.seen.bad.get((self.index, *t)) is False for t in stored):
+                if any(self.findings.bad.get((self.index, *t)) is False for t in stored):
                     continue
                 a, b = self.plan.rows.examples(self.plan.tile, i, i + 1)
-                scale = self._scale(left[a:b], weighted, expected.wanted.ranges[at], (a, b))
+                scale = self._scale(left[a:b], weighted, expected.query.ranges[at], (a, b))
                 difference = off[a:b, :, at].copy()
                 difference[[n - a for n in expected.known[0] if a <= n < b]] = 0
                 # Of random signs, such a sum is at most as many standard deviations, or its terms all together.

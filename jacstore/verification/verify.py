@@ -145,13 +145,13 @@ def _verify_kernel(
     found.insert(0, Check(name="store", state=FAILED, where=checks.store_fault) if checks.store_fault else why)
     if full:
         found.append(_every_entry(checks, memory))
-    for (index, i, j), as_recorded in checks.seen.bad.items():
+    for (index, i, j), as_recorded in checks.findings.bad.items():
         kernel.mark(index, i, j, wrong=as_recorded)
     for number in kernel.ledger.done("suspect"):
         with contextlib.suppress(OSError, JacstoreError):
             if not kernel.to_recompute(number):
                 kernel.ledger.forget("suspect", number)
-    return found, [kernel.named(*at) for at in sorted(checks.seen.bad)]
+    return found, [kernel.named(*at) for at in sorted(checks.findings.bad)]
 
 
 def _stores_of(kernel: Kernel, given: Stores | None) -> tuple[list[JacobianStore] | None, Check]:
@@ -205,5 +205,5 @@ def _every_entry(checks: KernelChecks, memory: int) -> Check:
         return tally.done()
     for (index, i, j), figure, bound in checks.differences(again):
         if not tally.see(figure, bound, f"{kernel.path}: {kernel.named(index, i, j)}"):
-            checks.seen.bad[index, i, j] = True
+            checks.findings.bad[index, i, j] = True
     return tally.done()

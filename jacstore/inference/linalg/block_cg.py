@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from jacstore.errors import InvalidRequestError
-from jacstore.inference.kernel_matrix import Gram, as_columns
+from jacstore.inference.kernel_matrix import KernelMatrix, as_columns
 
 # Directions smaller than this share of the largest are dropped: they are rounding.
 DEPENDENT = 1e-14
@@ -138,7 +138,7 @@ def _as_product(matrix: Any, outputs: int | None) -> tuple[Product, int, int]:
         if matrix.shape[0] != matrix.shape[1]:
             raise InvalidRequestError(f"the operator is {tuple(matrix.shape)}; needed is a symmetric one")
         return matrix.matmat, matrix.shape[0], outputs or 1
-    gram = Gram(matrix, outputs)
+    gram = KernelMatrix(matrix, outputs)
     gram.require_symmetric()
     return gram.matmat, gram.shape[0], gram.n_outputs
 
