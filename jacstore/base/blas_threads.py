@@ -21,7 +21,7 @@ _before: list[threadpool_limits] = []
 
 @contextlib.contextmanager
 def blas_threads(count: int | None) -> Iterator[None]:
-    """BLAS with at most so many threads inside; None changes nothing."""
+    """Limit BLAS to at most this many threads inside the block; None changes nothing."""
     if count is None:
         yield
         return
@@ -46,7 +46,7 @@ def _limit() -> None:
         return
     found: list[threadpool_limits] = []
     _elsewhere(lambda: found.append(threadpool_limits(count, "blas")))
-    # The first one knows what was there before.
+    # The first limit remembers the number from before.
     _before.extend(found[: not _before])
     _set[:] = [count]
 

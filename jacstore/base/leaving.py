@@ -15,12 +15,12 @@ def holds(owner: object, release: Callable[[], Any]) -> None:
 
 
 def gave_up(owner: object) -> None:
-    """Nothing is held any more."""
+    """Forget `owner`, which has released what it held."""
     _HELD.pop(id(owner), None)
 
 
 def give_all_up() -> None:
-    """Release all that is held, as far as that goes: what fails stays, as after a kill."""
+    """Release everything that is held; what cannot be released stays, as after a kill."""
     while _HELD:
         with contextlib.suppress(Exception):
             _HELD.popitem()[1]()

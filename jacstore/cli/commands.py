@@ -24,7 +24,7 @@ ENGINES = Words("auto", "blas", "xla")
 LIKELIHOODS = Words("gaussian", "softmax")
 METHODS = Words("auto", "perturb", "cg", "eigh", "lanczos", "ciq-dual", "ciq-primal", "ggn")
 
-# What the same command does after a signal, where it keeps nothing unfinished.
+# What the same command does after a signal if it keeps no unfinished work.
 ANEW = "to start over"
 
 
@@ -91,7 +91,7 @@ def build(shared: Shared, target: str, out: str, dry_run: bool, **options: Any) 
 
 
 def _build_torch(problem: Any, out: str, dry_run: bool, **options: Any) -> dict[str, Any]:
-    """Build from a PyTorch module; that build chooses by itself what the options refused here would set."""
+    """Build from a PyTorch module, whose build makes the choices of the options that are refused here."""
     from jacstore import torch
     from jacstore.errors import InvalidRequestError
 

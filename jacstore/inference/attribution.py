@@ -72,9 +72,9 @@ def gradient_dot(
     residuals
         `dloss/df` of the examples of the rows, `(M, K)`; for several kernels a list of such.
     column_residuals
-        Those of the columns `(N, K)`; of a symmetric kernel those of the rows.
+        `dloss/df` of the examples of the columns, `(N, K)`; for a symmetric kernel those of the rows if not given.
     weights
-        Of each checkpoint, such as its step size; 1 if not given.
+        Weight of each checkpoint, such as its step size; 1 if not given.
     """
     several = isinstance(kernels, list | tuple)
     grams = list(kernels) if several else [kernels]
@@ -150,7 +150,7 @@ def influence(factor: KernelFactor, cross: Any, residuals: Any = None, column_re
     Parameters
     ----------
     factor
-        Of the training examples' kernel, with one alpha: the damping.
+        Factor of the training examples' kernel, with one alpha: the damping.
     cross
         Kernel between the other examples (rows) and those of the factor (columns).
     residuals, column_residuals
@@ -175,7 +175,7 @@ def influence(factor: KernelFactor, cross: Any, residuals: Any = None, column_re
         )
     view = _Influence(factor, gram, sides)
     height = max(1, PANEL // k) * (k if sides is None else 1)
-    # Not a hash of the factor: that would read all of it.
+    # Not a hash of the factor, which would read all of it.
     name = f"jacstore-influence-{uuid.uuid4().hex}"
     return da.from_array(view, chunks=(height, view.shape[1]), name=name, asarray=False)
 

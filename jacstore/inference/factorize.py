@@ -22,13 +22,13 @@ from jacstore.inference.linalg.cholesky_eigh import (
 )
 
 METHODS = ("cholesky", "eigh")
-# Alphas of an effective dimension that nobody asked for, in units of the largest eigenvalue.
+# Default alphas of the effective dimension, in units of the largest eigenvalue.
 SHARES = (1e-2, 1e-4, 1e-6)
 
 
 def checked_alphas(alpha: Any, method: str) -> np.ndarray:
     """Alphas `(A,)`, checked; several of them only for method eigh."""
-    # A copy: what the caller does to theirs later is nothing to the factor.
+    # A copy, so that later changes to the caller's array do not reach the factor.
     try:
         alphas = np.array(alpha, np.float64)
     except (TypeError, ValueError):
@@ -51,7 +51,7 @@ def checked_alpha(alpha: Any) -> float:
 def factorize(
     gram: KernelMatrix, method: str, alphas: np.ndarray, memory: int | str | None, keep: bool
 ) -> tuple[Factorization, float, bool]:
-    """The factorization, `‖G‖_F`, and whether it was kept from before."""
+    """The factorization, `‖G‖_F`, and whether a kept factorization was used."""
     rows = gram.shape[0]
     what = f"{method} of {rows:,} rows"
     alpha = float(alphas[0]) if method == "cholesky" else None

@@ -56,7 +56,7 @@ def gradient_flow(
     Parameters
     ----------
     factor
-        Of method eigh; its alpha takes no part.
+        A factor of method eigh; its alpha is not used.
     times
         `(T,)`, finite and at least 0.
     y, f0

@@ -39,12 +39,12 @@ SQUARE = 2048
 
 
 class KeptFactor:
-    """What is kept, or will be, of one method for one kernel.
+    """The factorization by one method that is, or will be, kept with a kernel.
 
     Attributes
     ----------
     record
-        The record of a factorization of this very kernel, None where there is none that can be used.
+        The record of a factorization of this kernel and alpha; None if there is none that can be used.
     """
 
     def __init__(self, kernel: Kernel, files: Folder, method: str, alpha: float | None) -> None:
@@ -77,7 +77,7 @@ class KeptFactor:
                 yield at
 
     def require_room(self) -> None:
-        """Refuse before the work what would fail after it: no disk, no permission."""
+        """Refuse before the work if saving would fail after it, for want of disk space or permission."""
         needed = sum(layout.piece_bytes * len(list(self._squares(layout))) for layout in self.layouts())
         free = machine.free_disk(self.files.root)
         if needed > free or not os.access(self.files.root, os.W_OK):
@@ -88,11 +88,11 @@ class KeptFactor:
             )
 
     def load(self) -> list[np.ndarray] | None:
-        """The arrays of the record that was found; None if their files are no longer what was recorded."""
+        """The arrays of the record; None if their files differ from it."""
         try:
             return [self._read(layout) for layout in self.layouts()]
         except DamagedDataError:
-            # It can be computed again, unlike what it was computed from.
+            # No error: a factorization can be computed again.
             self.record = None
             return None
 
@@ -145,14 +145,14 @@ class KeptFactor:
 
 
 def kept_for(kernel: Kernel | None, method: str, alpha: float | None = None) -> KeptFactor | None:
-    """What is or can be kept with a kernel; None where it is not on disk."""
+    """The factorization that is or can be kept with a kernel; None if the kernel is not on disk."""
     if kernel is None or not isinstance(kernel.files, Folder):
         return None
     return KeptFactor(kernel, kernel.files, method, alpha)
 
 
 def clean(kernel: Kernel | str | Path) -> list[KeptFactorization]:
-    """Remove what solvers and samplers keep in the folder of a kernel, and return what that was.
+    """Remove the factorizations that solvers and samplers keep in the folder of a kernel, and return them.
 
     `KernelFactor`, `KernelRidge`, `sample` and `jacstore predict` keep a factorization there, up to five times the
     bytes of a float32 kernel, and use it again. All of it can be computed again; the kernel itself stays as it is.

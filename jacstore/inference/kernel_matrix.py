@@ -26,7 +26,7 @@ STORED = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11}
 PRODUCTS = {"float64": 2.0**-53, "float32": 2.0**-24, "fast": 2.0**-11}
 AHEAD = 2  # tiles that are read while another is used
 SQUARE = 1024  # edge of the squares in which a matrix is compared with its transpose
-# A matrix further than this from its transpose is no kernel; what separate products leave is a thousand times less.
+# A matrix further than this from its transpose is not a kernel; separate products differ a thousand times less.
 ASYMMETRY = 1e-6
 
 Tile = tuple[slice, slice, np.ndarray]
@@ -40,7 +40,7 @@ class KernelMatrix:
     given
         A `Kernel`, its path, or a NumPy or Dask array.
     outputs
-        Rows an example; known of a `Kernel`, 1 for an array if not given.
+        Rows per example; known for a `Kernel`, 1 for an array if not given.
 
     Attributes
     ----------
@@ -107,7 +107,7 @@ class KernelMatrix:
         return self.shape[0] // self.n_outputs
 
     def require_symmetric(self) -> None:
-        """Refuse a kernel between two stores; whether an array is symmetric shows when it is loaded."""
+        """Refuse a kernel between two stores; arrays are checked for symmetry when they are loaded."""
         if (self.kernel is not None and not self.symmetric) or self.shape[0] != self.shape[1]:
             raise InvalidRequestError(
                 f"{self.where} is rectangular {self.shape}, between two stores; needed is the kernel of one store"
@@ -116,7 +116,7 @@ class KernelMatrix:
     def tiles(self) -> Iterator[Tile]:
         """Rows, columns and float64 values of each tile; of a stored symmetric kernel only those with i <= j.
 
-        The tiles that come next are read while the caller works on one.
+        The next tiles are read while the caller works on one.
         """
         if self.kernel is None:
             for rows, block in self.panels(SQUARE):
@@ -154,7 +154,7 @@ class KernelMatrix:
         """
         whole = np.empty(self.shape)
         if isinstance(self.array, da.Array) and self.kernel is None:
-            # Not by `da.store`: on a cluster's worker it would fill a copy.
+            # Not by `da.store`, which would fill a copy on a cluster's worker.
             stops = np.cumsum(self.array.chunks[0])
             for number, (stop, height) in enumerate(zip(stops, self.array.chunks[0], strict=True)):
                 whole[stop - height : stop] = self.array.blocks[number].compute()
@@ -245,7 +245,7 @@ def cross_gram(given: Any, of: KernelMatrix) -> KernelMatrix:
 
 
 def require_memory(needed: int, memory: int | str | None, what: str, instead: str) -> None:
-    """Refuse what does not fit, before anything is allocated."""
+    """Refuse work that does not fit in memory, before anything is allocated."""
     allowed = default_memory(memory)
     if needed > allowed:
         raise InvalidRequestError(
@@ -294,7 +294,7 @@ def as_columns(given: Any, rows: int, outputs: int, name: str) -> tuple[np.ndarr
 
 
 def offset_like(offset: Any, shape: tuple[int, ...], name: str) -> np.ndarray:
-    """An offset in float64 that may stand beside an array of this shape: of the same shape, one number, None for 0."""
+    """An offset in float64 for an array of this shape: an array of the same shape, one number, or None for 0."""
     taken = np.asarray(0.0 if offset is None else offset, np.float64)
     if taken.ndim and taken.shape != shape:
         raise InvalidRequestError(f"{name} has shape {taken.shape}; allowed are {shape} or one number")

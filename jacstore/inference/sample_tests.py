@@ -39,7 +39,7 @@ class Test:
         Quantiles `(m,)` of the distribution and of the samples, at most 1,000 of them, ascending.
     """
 
-    __test__ = False  # no test of pytest's
+    __test__ = False  # not a test for pytest
 
     statistic: float
     p_value: float
@@ -49,7 +49,7 @@ class Test:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleTests:
-    """Tests of samples; a p-value near 0 says that they are not of this posterior.
+    """Tests of samples; a p-value near 0 means that they are not from this posterior.
 
     Attributes
     ----------
@@ -98,7 +98,7 @@ def sample_tests(
     store, kernel
         A finished store and its kernel of mode full.
     alpha, likelihood
-        Of the posterior.
+        Prior precision and likelihood of the posterior.
     memory, precision, keep
         As in `jacstore.sample`.
     """

@@ -48,7 +48,7 @@ def likelihood_roots(outputs: Any, likelihood: str = "softmax") -> np.ndarray:
 def weighted(kernel: Any, outputs: Any, likelihood: str = "softmax", sides: str = "both") -> da.Array:
     """A kernel of mode full weighted by a likelihood, as a lazy Dask array of the same shape.
 
-    Give it on as `KernelFactor(weighted(kernel, store.outputs), alpha, outputs=K)`.
+    Use it as `KernelFactor(weighted(kernel, store.outputs), alpha, outputs=K)`.
 
     Parameters
     ----------
@@ -100,8 +100,8 @@ def with_precisions(kernel: Any, precisions: Mapping[str, float]) -> da.Array:
     kernel
         A `Kernel` that was assembled with `by_leaf=True`, or its path; any mode, symmetric or not.
     precisions
-        Positive numbers by the path of a leaf, or by what a group of leaves begins with: "layer0" is all of "layer0/w"
-        and "layer0/b". Where several hold the longest does. Every leaf needs one.
+        Positive numbers by the path of a leaf, or by the common beginning of a group of paths: "layer0" stands for
+        "layer0/w" and "layer0/b". If several match, the longest counts. Every leaf needs one.
 
     Raises
     ------

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class TorchProblem:
-    """What `jacstore.torch.build` is of, so that a target can name it.
+    """A module, inputs and outputs for `jacstore.torch.build`, in a form that a target file can define.
 
     Attributes
     ----------

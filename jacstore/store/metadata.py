@@ -27,7 +27,7 @@ LARGEST_ARRAY = 2**63 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class Numerics(Open):
-    """What decided the digits of a store or kernel."""
+    """The types, errors and device that decided the digits of a store or kernel."""
 
     lowest: str | None = None
     rounded_to: str | None = None
@@ -38,7 +38,7 @@ class Numerics(Open):
 
 @dataclass(frozen=True, kw_only=True)
 class StoreChoices(Open):
-    """What was resolved when a store was created."""
+    """The choices that were resolved when a store was created."""
 
     dtype: str
     codec: str
@@ -117,7 +117,7 @@ def _check_leaves(found: StoreAttributes) -> None:
 
 
 def _check_geometry(term: Conv, shapes: Mapping[str, tuple[int, ...]], named: str) -> None:
-    """A convolution has its numbers along every axis of the image, and positions and channels of its operands."""
+    """Check that a convolution has numbers for every axis of the image, and fits the shapes of its operands."""
     images, cotangents = shapes[term.inputs], shapes[term.cotangents]
     along = (term.window, term.positions, term.strides, term.dilation, term.padding, term.spread)
     _need(all(len(numbers) == len(images) - 2 for numbers in along), f"{named} must have its geometry along every axis")

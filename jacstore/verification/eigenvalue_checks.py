@@ -17,7 +17,7 @@ from jacstore.verification.report import FAILED, OK, Check, skipped
 from jacstore.verification.tile_checks import EntryBounds, TileFindings
 
 EIGENVALUES = ("largest eigenvalue", "smallest eigenvalue")
-# Kernels of up to this many rows are decomposed; of larger ones so many steps of Lanczos are taken.
+# Kernels of up to this many rows are decomposed; larger ones get this many steps of Lanczos.
 DECOMPOSED, LANCZOS_STEPS = 2000, 16
 
 
@@ -28,7 +28,7 @@ def eigenvalues(
     stores: list[JacobianStore] | None,
     draw: np.random.Generator,
 ) -> Iterator[Check]:
-    """The extreme eigenvalues, against how far below zero rounding may take one, and what a factorization needs."""
+    """Check the extreme eigenvalues against how far below zero rounding may take one; say what factorizing needs."""
     why = ""
     if not kernel.plan.symmetric:
         why = "the kernel is between two stores"
@@ -40,8 +40,9 @@ def eigenvalues(
         yield from (skipped(name, why) for name in EIGENVALUES)
         return
     lowest, highest, how = _extreme(kernel, draw)
-    # Products that round make a right kernel negative by no more than this: errors of random signs by their norm, and
-    # those to one side, which shrink G as a whole and leave it positive, by what they differ from half of the most.
+    # Rounded products make the eigenvalues of a right kernel negative by no more than this: errors of random signs by
+    # their norm; errors to one side, which shrink G as a whole and leave it positive, by their spread around half of
+    # the largest.
     bound = -bounds.error * max(highest, findings.largest_norm * math.sqrt(kernel.shape[-1]))
     bound -= bounds.one_sided / 2 * math.sqrt(findings.frobenius)
     if kernel.exact_diagonal and stores:

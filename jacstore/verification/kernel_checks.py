@@ -28,7 +28,7 @@ from jacstore.verification.tile_checks import (
 )
 
 VALUES = ("diagonal", "entries", "products with random weights")
-# Ranges of tiles that weights are restricted to; more would cost more than they tell.
+# Most ranges of tiles that weights are restricted to; more would cost more than they tell.
 MOST_RANGES = 64
 
 
@@ -38,9 +38,9 @@ class KernelChecks:
     Attributes
     ----------
     findings
-        What reading the tiles has shown, those found wrong among it.
+        What reading the tiles has shown, including the tiles found wrong.
     store_fault
-        Why the store could not be read, if so.
+        Why the store could not be read; empty if it could.
     """
 
     def __init__(self, kernel: Kernel, stores: list[JacobianStore] | None, why: str, memory: int) -> None:
@@ -82,7 +82,7 @@ class KernelChecks:
                 yield from self.plan.tiles_of(group)
 
     def _records(self) -> Check:
-        """Every tile has a record, and records list the files that there have to be, no others."""
+        """Check that every tile has a record, and that records list exactly the files of their tiles."""
         kernel, tally = self.kernel, Tally("records")
         done = set(kernel.ledger.done("tiles"))
         for number in range(len(self.plan.groups) * len(kernel.layouts)):
@@ -104,7 +104,7 @@ class KernelChecks:
         return tally.done()
 
     def _expected(self, samples: int, draw: np.random.Generator) -> tuple[list[StoreValues] | None, str]:
-        """What each array should give for random weights and entries, from the stores; None and why not."""
+        """The values that each array should give for random weights and entries; or None, and why they are unknown."""
         if self.stores is None:
             return None, self.why
         try:
@@ -146,7 +146,7 @@ class KernelChecks:
     def _exchange_diagonal(
         self, values: ReferenceValues, query: Query, spans: list[tuple[int, int]], leaves: list[int] | None
     ) -> None:
-        """Account for a diagonal of exact norms where that of the stored rows would be."""
+        """Adjust the values for a kernel whose diagonal holds exact norms instead of those of the stored rows."""
         assert self.stores is not None
         store = self.stores[0]
         for unit in range(store.n_units):

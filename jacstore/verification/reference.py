@@ -24,7 +24,7 @@ ROWS_SHARE, SUMS_SHARE = 4, 4
 
 @dataclass(frozen=True, kw_only=True)
 class Query:
-    """What is asked of a kernel: products with `weights` `(M, K)` restricted to `ranges` of examples, and entries.
+    """The products and entries to compute: `weights` `(M, K)` restricted to `ranges` of examples, and `entries`.
 
     `entries` are (n, k, m, o); trace sums over outputs, so k and o are 0 there. `mode` says how outputs pair: each with
     each (full), each with itself and summed (trace) or apart (diagonal), or within an example (blocks).
@@ -73,13 +73,13 @@ def _parts(rows: JacobianStore, cols: JacobianStore, leaves: Sequence[int], memo
 
 
 class _Part(Protocol):
-    """Columns of J: rows of both sides, a few examples at a time; what they hold times `scale` are the numbers."""
+    """Some columns of J on both sides, a few examples at a time; their numbers are to be multiplied by `scale`."""
 
     size: int
     scale: float
 
     def blocks(self, side: int) -> Iterator[tuple[int, int, Any]]:
-        """First and last example, and their rows in whatever form."""
+        """First and last example of each block, and its rows in the part's own form."""
 
     def pull(self, block: Any, weights: np.ndarray) -> np.ndarray:
         """`sum_nk weights[n, k] row[n, k]`, `(size,)`."""
@@ -165,7 +165,7 @@ class _Examples:
 
 
 class _Slab:
-    """Some columns of stored rows, of all examples in memory."""
+    """Some columns of the stored rows of all examples, in memory."""
 
     scale = 1.0
 
@@ -277,7 +277,7 @@ class _Factors:
         return pushed
 
     def _met(self, block: Any, sums: np.ndarray, d: np.ndarray) -> np.ndarray:
-        """What went into the layer times a matrix `(G, C, D)`: `(n, G, T, D)`, or one that broadcasts to it."""
+        """The layer's inputs times a matrix `(G, C, D)`: `(n, G, T, D)`, or an array that broadcasts to it."""
         groups, width = d.shape[2], d.shape[4]
         if isinstance(self.term, Index):
             ids = block[self.term.ids]

@@ -15,13 +15,13 @@ from jacstore.store.reader import JacobianStore
 from jacstore.verification.reference import Query, ReferenceValues
 from jacstore.verification.report import Tally
 
-# What `J (Jᵀ z)` in float64 is off itself.
+# The error of `J (Jᵀ z)` in float64 itself.
 REFERENCE = 64 * ROUNDOFF["float64"]
 
 
 @dataclass(kw_only=True)
 class TileFindings:
-    """What reading a kernel's tiles has shown: tiles (array, i, j) found wrong, True where bytes are as recorded."""
+    """Findings from a kernel's tiles: those found wrong by (array, i, j), True where their bytes match the record."""
 
     bad: dict[tuple[int, int, int], bool] = field(default_factory=dict)
     frobenius: float = 0.0
@@ -30,10 +30,10 @@ class TileFindings:
 
 @dataclass(frozen=True, kw_only=True)
 class EntryBounds:
-    """Errors that add up in a right entry against the stored rows: relative to `sqrt(G_ii G_jj)`, and to `|G_ij|`.
+    """Bounds on the error of an entry against the stored rows: relative to `sqrt(G_ii G_jj)`, and to `|G_ij|`.
 
-    The second is that of rows which are nearly parallel: their products are of one sign, so that partial sums are as
-    large as the entry and roundings may all go to one side, as they do on the diagonal.
+    The second matters for nearly parallel rows: their products have one sign, so that partial sums are as large as the
+    entry and roundings may all go to one side, as on the diagonal.
     """
 
     error: float
@@ -41,7 +41,7 @@ class EntryBounds:
 
     @classmethod
     def of(cls, kernel: Kernel, stores: list[JacobianStore]) -> EntryBounds:
-        """Those of a kernel's precision and of its stores' rounding; worst cases where there is no store."""
+        """Bounds from a kernel's precision and its stores' rounding; worst cases if there is no store."""
         columns = longest_sum(stores[0]) if stores else 2**31
         amplified = max((store.rounding["amplification"] for store in stores), default=1.0)
         error = product_bound(kernel.precision, kernel.engine, columns) * amplified + ROUNDOFF[kernel.dtype.name]
@@ -64,7 +64,7 @@ class EntryBounds:
 
 
 class StoreValues:
-    """What the tiles of one array should give."""
+    """The values that the tiles of one array should give."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class TileChecks:
         self.findings, self.tallies, self.plan = findings, tallies, kernel.plan
 
     def read(self, i: int, j: int) -> None:
-        """Check the bytes of a tile, then what can be said of it alone."""
+        """Check the bytes of a tile, then its symmetry, diagonal and entries."""
         where = f"{self.kernel.path}: {self.kernel.named(self.index, i, j)}"
         try:
             tile, mirror = self.kernel.checked_tile(self.index, i, j)
@@ -127,7 +127,7 @@ class TileChecks:
             self._diagonal(self.expected, i, j, tile, where)
             self._entries(self.expected, i, j, tile, where)
             self._multiply(self.expected.products, i, j, tile, self.expected.query.weights)
-            # What roundings of the products to one side may amount to: weights have random signs.
+            # A bound for roundings of the products to one side: weights have random signs.
             self._multiply(self.expected.squares, i, j, squares, np.square(self.expected.query.weights))
 
     def _wrong(self, i: int, j: int, as_recorded: bool) -> None:
@@ -211,7 +211,7 @@ class TileChecks:
                 scale = self._scale(left[a:b], weighted, expected.query.ranges[at], (a, b))
                 difference = off[a:b, :, at].copy()
                 difference[[n - a for n in expected.known[0] if a <= n < b]] = 0
-                # Of random signs, such a sum is at most as many standard deviations, or its terms all together.
+                # With random signs, such a sum is at most so many standard deviations, or the sum of all its terms.
                 deviations = min(SIGMAS, math.sqrt(weighted.size))
                 size = deviations * np.sqrt(expected.squares[a:b, :, at])
                 figure, most = self.bounds.worst(difference, scale, bound, size)
@@ -226,7 +226,7 @@ class TileChecks:
     def _scale(
         self, left: np.ndarray, weighted: np.ndarray, columns: tuple[int, int], rows: tuple[int, int]
     ) -> np.ndarray:
-        """What errors are relative to, `sqrt(G_ii sum_j G_jj z_j²)`, `(n, K)`."""
+        """The scale of errors, `sqrt(G_ii sum_j G_jj z_j²)`, `(n, K)`."""
         if self.plan.mode == "blocks":
             total = weighted[slice(*rows)].sum(1, keepdims=True)
         elif self.plan.mode == "diagonal":

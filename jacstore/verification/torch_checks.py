@@ -19,7 +19,7 @@ from jacstore.verification.target_checks import Plain, TargetChecks
 
 
 class TorchChecks(TargetChecks):
-    """The same checks as of a store of JAX, against a module of PyTorch."""
+    """The checks of `TargetChecks` against a module of PyTorch."""
 
     package = "torch"
 

@@ -98,7 +98,7 @@ def verify(
 
 
 def _afresh(given: JacobianStore | Kernel | str | Path) -> JacobianStore | Kernel:
-    """The store or kernel opened anew: an open one remembers records."""
+    """Open the store or kernel anew, since an open one caches records."""
     if isinstance(given, JacobianStore | Kernel):
         return type(given)(given.files, given.path)
     return open_path(given)
@@ -155,7 +155,7 @@ def _verify_kernel(
 
 
 def _stores_of(kernel: Kernel, given: Stores | None) -> tuple[list[JacobianStore] | None, Check]:
-    """The kernel's stores, if they are there and still hold what it was assembled from."""
+    """The kernel's stores, if they can be opened and still hold what it was assembled from."""
     wanted = [kernel.requested["store"], *filter(None, [kernel.requested["other"]])]
     places: list[JacobianStore | str | Path] = [*kernel.store_paths]
     if given is not None:
@@ -188,7 +188,7 @@ def _stores_of(kernel: Kernel, given: Stores | None) -> tuple[list[JacobianStore
 
 
 def _every_entry(checks: KernelChecks, memory: int) -> Check:
-    """All entries against a kernel assembled anew in float64."""
+    """Compare all entries with a kernel assembled anew in float64."""
     kernel = checks.kernel
     if checks.stores is None:
         return skipped(EVERY_ENTRY, checks.why)

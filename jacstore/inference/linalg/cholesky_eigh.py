@@ -234,7 +234,7 @@ def _potrf(matrix: np.ndarray) -> tuple[np.ndarray, int]:
     Raises
     ------
     RuntimeError
-        If LAPACK made a copy of the array: a fault.
+        If LAPACK made a copy of the array, which is a bug.
     """
     # `clean` would zero the other triangle in a loop with 32-bit offsets.
     lower, failed = lapack.dpotrf(matrix.T, lower=1, clean=0, overwrite_a=1)

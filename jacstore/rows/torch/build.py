@@ -180,7 +180,7 @@ class _Items:
 
 
 def source_of(inputs: Any) -> Arrays | Dataset:
-    """Examples as they are read: NumPy arrays, whatever they are kept in."""
+    """A source of examples as NumPy arrays, whatever holds them."""
     if is_table(inputs):
         return Dataset(inputs)  # gives NumPy arrays itself
     if is_dataset(inputs):
@@ -192,7 +192,7 @@ def source_of(inputs: Any) -> Arrays | Dataset:
 
 
 def _known_wrong(out: str | Path | None, budget: int) -> set[str]:
-    """Leaves of a store to continue that are rows because an example showed their terms to be wrong."""
+    """Leaves of a begun store that are stored as rows because an example showed their terms to be wrong."""
     files = zarr_group.place(out, budget)
     if not isinstance(files, Folder) or files.size(zarr_group.ROOT) is None:
         return set()
@@ -273,7 +273,7 @@ def _refuse_small_memory(writer: StoreWriter, passes: TorchPass, budget: int) ->
 def _refuse_other_results(writer: StoreWriter, passes: TorchPass, source: Arrays | Dataset) -> None:
     """Refuse other inputs, or other outputs at the same inputs, than those that finished units were made from.
 
-    The text of a module does not say all that it computes: outputs of some finished examples are computed again.
+    The fingerprint of a module does not cover all that it computes, so some finished outputs are recomputed.
     """
     store = writer.store
     for unit in refuse_other_inputs(writer, source.read):

@@ -19,16 +19,16 @@ WRONG = "its layer's products are not its gradient"
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """What is stored of a network, and what is computed for it.
+    """The leaves and operands that are stored for a network, and the layers to compute them.
 
     Attributes
     ----------
     leaves, operands
-        What goes to the store.
+        The leaves and operands of the store.
     rows
         For each leaf stored as rows its terms, from which they are formed, or none: then `torch.func` gives them.
     layers
-        Those whose operands are needed.
+        The layers whose operands are needed.
     """
 
     leaves: tuple[Leaf, ...]
@@ -97,7 +97,7 @@ def choose_terms(
 
 
 def _reason(uses: Sequence[tuple[Layer, bool]], outside: bool, wrong: bool) -> str:
-    """Why a parameter has no terms, or nothing."""
+    """The reason why a parameter has no terms; empty if it has."""
     if not uses:
         return "not of a layer with factors"
     if outside:
@@ -134,7 +134,7 @@ def _pays(
 def form_rows(terms: Sequence[Factored], operands: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """A leaf's rows `(n, K, size)` in torch's order, from operands `(n, ...)` and `(n, K, ...)`, on their device.
 
-    All outputs are columns of one product an example: products for each output apart take many times longer.
+    All outputs are columns of one product per example; separate products for each output take many times longer.
     """
     total = sum(_part(term, operands) for term in terms)
     assert isinstance(total, torch.Tensor)
@@ -151,7 +151,7 @@ def _part(term: Factored, operands: Mapping[str, torch.Tensor]) -> torch.Tensor:
     columns = d.transpose(1, 2).reshape(n, t, k * width)
     if isinstance(term, Index):
         ids = operands[term.ids].long()
-        # Row `size` takes what belongs to no row of the table.
+        # Row `size` collects what belongs to no row of the table.
         ids = torch.where(ids < 0, term.size, ids)[:, :, None].expand(-1, -1, k * width)
         rows = d.new_zeros(n, term.size + 1, k * width).scatter_add(1, ids, columns)[:, :-1]
         return rows.unflatten(2, (k, width)).transpose(1, 2).reshape(n, k, -1)
@@ -162,7 +162,7 @@ def _part(term: Factored, operands: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _convolved(term: Conv, images: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
-    """Rows of a filter `(width, channels / groups, *window)` by one product of patches and cotangents an example."""
+    """Rows of a filter `(width, channels / groups, *window)` by one product of patches and cotangents per example."""
     n, k, t, width = d.shape
     groups = term.groups
     reaches = [(w - 1) * apart + 1 for w, apart in zip(term.window, term.dilation, strict=True)]
