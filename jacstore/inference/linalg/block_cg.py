@@ -84,7 +84,7 @@ def block_cg(
     alpha
         At least 0.
     tolerance
-        Bound on the true relative residual of every right-hand side. Rounding permits `1e-16 ‖G‖ / alpha`.
+        True relative residual that every right-hand side must reach; rounding limits it to about `1e-16 ‖G‖ / alpha`.
     max_steps
         Most steps, restarts included.
     preconditioner
