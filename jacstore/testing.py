@@ -1,7 +1,7 @@
 """Tools for tests: tiny problems, dense float64 truth, measures of errors, listeners that count or stop.
 
-For the tests of jacstore and of what is built on it; the package itself imports nothing from here. The truth shares no
-line with the package's own device pass: one `jax.jacrev` an example, in float64, and NumPy from there on.
+The package itself imports nothing from here. The truth shares no line with the package's own device pass: one
+`jax.jacrev` per example, in float64, and NumPy from there on.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ import pytest
 import jacstore
 
 PACKAGE = Path(jacstore.__file__).parent
+ROOT = PACKAGE.parent
+DESIGN = ROOT / "docs" / "design.md"
 ROOMS = sorted(str(path.parent.relative_to(PACKAGE)) for path in PACKAGE.glob("*/**/__init__.py"))
 # Rooms that read, assemble and answer from what is stored, without the modules that differentiate functions.
 NEED_JAX = {
@@ -46,6 +48,20 @@ def test_a_room_has_at_most_twelve_files_and_its_docstring_names_each(room: str)
     named = set(re.findall(r"`([\w/]+)`", said))
     assert 2 <= len(files) <= 12
     assert sorted(named) == sorted([*files, *inner])
+
+
+def test_the_design_text_names_every_room_and_only_what_there_is() -> None:
+    prose = re.sub(r"(?s)```.*?```", "", DESIGN.read_text(encoding="utf-8"))
+    quoted = set(re.findall(r"`([^`]+)`", prose))
+    assert {f"{room}/" for room in ROOMS} <= quoted
+    paths = {text for text in quoted if re.fullmatch(r"[\w.-]*/[\w./-]*|\w[\w-]*\.(py|md|toml)", text)}
+    assert len(paths) > 50
+    assert [path for path in sorted(paths) if not (ROOT / path).exists() and not (PACKAGE / path).exists()] == []
+    source = "\n".join(path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py"))
+    known = set(re.findall(r"\w+", source))
+    names = {text for text in quoted - paths if re.fullmatch(r"[A-Za-z]\w*(\.\w+)*", text)}
+    assert len(names) > 20
+    assert [name for name in sorted(names) if name.rpartition(".")[2] not in known] == []
 
 
 def test_functions_named_like_the_work_of_a_room_stay_functions() -> None:

@@ -24,7 +24,7 @@ import jacstore.storage.files
 from jacstore import KernelFactor, KernelRidge, StoreWriter, block_cg
 from jacstore.errors import IncompleteError, InvalidRequestError
 from jacstore.inference.factorize import describe_spectrum
-from jacstore.inference.kernel_matrix import Gram
+from jacstore.inference.kernel_matrix import KernelMatrix
 from jacstore.testing import mlp
 
 K = 2
@@ -274,7 +274,7 @@ def test_a_factorization_is_kept_and_used_again(method, kernels, monkeypatch):
     case, path = Case("wide", 1e-3), kernels / "full.ntk"
     monkeypatch.setattr(jacstore.inference.kept_factors, "SQUARE", 7)
     first = KernelFactor(path, 1e-3, method)
-    monkeypatch.setattr(Gram, "load", None)
+    monkeypatch.setattr(KernelMatrix, "load", None)
     again = KernelFactor(path, 1e-3, method)
     assert not first.reused and again.reused
     assert again.error == first.error
@@ -424,7 +424,7 @@ def test_a_replaced_diagonal_is_refused_where_the_kernel_must_be_that_of_the_sto
 
 @pytest.mark.parametrize(("method", "needs"), [("cholesky", "4.61 kB"), ("eigh", "23 kB")])
 def test_memory_is_checked_before_anything_is_read(method, needs, kernels, monkeypatch):
-    monkeypatch.setattr(Gram, "load", None)
+    monkeypatch.setattr(KernelMatrix, "load", None)
     line = refused(KernelFactor, kernels / "full.ntk", 1.0, method, memory="4kB")
     assert f"takes {needs}" in line and "4 kB" in line and "memory=" in line
     assert not (kernels / "full.ntk" / "factors").exists()
@@ -432,7 +432,7 @@ def test_memory_is_checked_before_anything_is_read(method, needs, kernels, monke
 
 
 def test_room_on_disk_is_checked_before_the_work(kernels, monkeypatch):
-    monkeypatch.setattr(Gram, "load", None)
+    monkeypatch.setattr(KernelMatrix, "load", None)
     monkeypatch.setattr("jacstore.base.machine.free_disk", lambda path: 100)
     line = refused(KernelFactor, kernels / "full.ntk", 1.0)
     assert "100 B free" in line and "keep=False" in line

@@ -1,6 +1,6 @@
-"""In: what a build or gram has just done. Out: event values, handed to listeners that stand outside the work.
+"""Progress events of a build or a gram, handed to listeners outside the work.
 
-The counter that draws the bar is the one that tests count with.
+The same events draw the progress bar and let tests count what was done.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ class ItemDone:
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting:
-    """Waiting for something outside; `reason` is one line for the user."""
+    """The run waits for another process; `reason` is one line for the user."""
 
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Noted:
-    """What a user should know once, and need not act on; `text` is one line."""
+    """Something to tell the user once, with nothing to do about it; `text` is one line."""
 
     text: str
 

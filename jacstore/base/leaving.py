@@ -1,4 +1,4 @@
-"""In: what this process holds that outlives it. Out: it is given up when the process leaves in the middle of work."""
+"""Release what outlives the process, such as locks and temporary folders, if it leaves in the middle of work."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def holds(owner: object, release: Callable[[], Any]) -> None:
 
 
 def gave_up(owner: object) -> None:
-    """Nothing is held any more."""
+    """Forget `owner`, which has released what it held."""
     _HELD.pop(id(owner), None)
 
 
 def give_all_up() -> None:
-    """Release all that is held, as far as that goes: what fails stays, as after a kill."""
+    """Release everything that is held; what cannot be released stays, as after a kill."""
     while _HELD:
         with contextlib.suppress(Exception):
             _HELD.popitem()[1]()

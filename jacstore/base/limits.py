@@ -1,4 +1,4 @@
-"""Names and numbers that several parts of the package share: precisions, types, caps, sizes of blocks."""
+"""Names and numbers that several parts of the package share: modes, precisions, caps, sizes of blocks."""
 
 PRECISIONS = ("float64", "float32", "fast")
 # What a store holds its rows as, and how its chunks may be compressed.

@@ -54,13 +54,13 @@ def format_size(size: float) -> str:
 
 
 def cores() -> int:
-    """Cores that this process may run on and has the time of."""
+    """Cores that this process may use, within the CPU quota of its job or container."""
     quota = cgroups.cpu_quota()
     return visible_cores() if quota is None else min(visible_cores(), quota)
 
 
 def visible_cores() -> int:
-    """Cores this process may run on, however little of their time a job or container gives it."""
+    """Cores that this process may run on, whatever the CPU quota of its job or container."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

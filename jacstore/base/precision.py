@@ -1,7 +1,7 @@
-"""In: types and what was observed of a store's numbers. Out: how far rows, norms and kernel entries may be off.
+"""Bounds on the errors of rows, norms and kernel entries, from the types that they were computed and stored in.
 
-Errors of rows are relative to what the row is summed from, `|a| ⊗ |d|` for factors, since sums that cancel keep the
-rounding of their terms; errors of kernel entries are relative to `sqrt(G_ii G_jj)`.
+Errors of rows are relative to the numbers that the row is summed from, `|a| ⊗ |d|` for factors, since a sum that
+cancels keeps the rounding of its terms. Errors of kernel entries are relative to `sqrt(G_ii G_jj)`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROUNDOFF = {
     "bfloat16": 2.0**-8,
     "float8": 2.0**-3,
 }
-# What rounding may lose of a number however small it is; devices flush what is below the normal numbers.
+# What rounding may lose of a number, however small it is: devices flush numbers below the normal ones to zero.
 LOST = {"float64": 2.0**-1022, "float32": 2.0**-126, "float16": 2.0**-25, "bfloat16": 2.0**-126}
 # How many roundings of the lowest type in a function, and how many of the type that sums are formed in, may add up in a
 # row: a forward and a backward pass through tens of layers.
@@ -41,13 +41,13 @@ def compute_dtype(storage: str) -> str:
 
 
 def row_bound(storage: str, lowest: str) -> float:
-    """Relative error that a right row may have against float64, `lowest` being the lowest precision in the function."""
+    """Bound on the relative error of a row against float64; `lowest` is the lowest precision in the function."""
     # Both factors of a product are rounded.
     return computed_bound(storage, lowest) + 2 * ROUNDOFF[storage]
 
 
 def computed_bound(storage: str, lowest: str) -> float:
-    """The same before rows are rounded to the stored type."""
+    """The same bound before rows are rounded to the stored type."""
     computed = SUM_ROUNDINGS * ROUNDOFF[compute_dtype(storage)]
     if lowest != compute_dtype(storage):
         computed += LOWEST_ROUNDINGS * ROUNDOFF[lowest]
@@ -64,9 +64,9 @@ def norm_bound(storage: str, lowest: str, factored: bool) -> float:
 
 
 def product_bound(precision: str, engine: str, n_columns: int) -> float:
-    """Error of a kernel entry that products and sums make, rounding of rows to a lower type apart.
+    """Error of a kernel entry from products and sums alone, without the rounding of rows to a lower type.
 
-    A product is summed in its own type over so many columns; the roundings of a long sum are as good as random.
+    A product is summed in its own type over some columns; the roundings of a long sum behave like random numbers.
     """
     unit, depth = _unit_and_depth(precision, engine, n_columns)
     return unit * (8 + 2 * math.sqrt(depth))
@@ -85,10 +85,10 @@ def _unit_and_depth(precision: str, engine: str, n_columns: int) -> tuple[float,
 
 
 def rounding_error(dtype: str, rounding: Mapping[str, Any]) -> tuple[float, float]:
-    """What rounding stored numbers to a type does to a kernel entry: `SIGMAS` standard deviations, and at most.
+    """Error of a kernel entry from rounding stored numbers: `SIGMAS` standard deviations, and the worst case.
 
-    `rounding` holds what was seen in some of the store's rows: `gain`, the standard deviation in units of the roundoff,
-    and `amplification`, the square of what a row is summed from against its squared norm.
+    `rounding` holds what was observed in some of the store's rows: `gain`, the standard deviation in units of the
+    roundoff, and `amplification`, the squared magnitude of the terms of a row against its squared norm.
     """
     worst = 4 * ROUNDOFF[dtype] * rounding["amplification"]
     gain = rounding.get("gain")
@@ -96,7 +96,7 @@ def rounding_error(dtype: str, rounding: Mapping[str, Any]) -> tuple[float, floa
 
 
 def stored_error(storage: str, lowest: str, rounding: Mapping[str, Any]) -> tuple[float, float]:
-    """What computing rows, in a function of `lowest` precision, and storing them does to a kernel entry; see above."""
+    """Error of a kernel entry from computing rows, in a function of `lowest` precision, and storing them; see above."""
     computed = SUM_ROUNDINGS * ROUNDOFF[compute_dtype(storage)]
     likely, worst = rounding_error(storage, rounding)
     likely, worst = likely + computed / ROUNDINGS_ALIKE, worst + 2 * computed
@@ -115,7 +115,7 @@ def entry_error(
     rounded_to: str | None,
     n_columns: int,
 ) -> tuple[float, float]:
-    """Error of a kernel entry against exact rows, relative to `sqrt(G_ii G_jj)`: six standard deviations, and at most.
+    """Error of an entry against exact rows, relative to `sqrt(G_ii G_jj)`: `SIGMAS` deviations, and the worst case.
 
     It adds up from computing rows, rounding them to the stored type, rounding them once more where products are fast,
     and forming products and sums.

@@ -26,7 +26,7 @@ DEEPEST = 50
 
 
 class Open:
-    """A dataclass that describes some of the fields of an object; others may stand beside them."""
+    """A dataclass that describes some of the fields of a JSON object; the object may have others."""
 
 
 class Reported:
@@ -85,7 +85,7 @@ def _check_depth_and_text(found: Any) -> None:
 
 
 def typed(hint: type[T], value: Any, name: str = "") -> T:
-    """JSON as the type that a hint declares: a frozen dataclass, or what its fields may hold.
+    """Convert JSON to the type that a hint declares: a frozen dataclass, or a type that its fields may have.
 
     Lists become tuples. A union of dataclasses is told apart by their `kind`.
 

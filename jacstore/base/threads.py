@@ -26,8 +26,8 @@ _before: list[threadpool_limits] = []
 def all_done(pool: ThreadPoolExecutor, work: Callable[[Task], Result], tasks: Iterable[Task]) -> list[Result]:
     """The result of each task, in order.
 
-    After an error or Ctrl-C those not begun are left out, and those that run are waited for: the memory and the files
-    that they were given are the caller's again.
+    After an error or Ctrl-C, tasks that have not begun are cancelled and running ones are waited for, so that the
+    caller may use the memory and files that they were given.
     """
     futures: list[Future[Result]] = []
     try:

@@ -1,4 +1,4 @@
-"""The commands: each turns its flags into the same call as from Python; terminal.py does the rest."""
+"""The commands: each turns its flags into the same call as from Python; `terminal` does the rest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIKELIHOODS = Words("gaussian", "softmax")
 PRODUCT_PRECISIONS = Words("float64", "float32")
 METHODS = Words("auto", "perturb", "cg", "eigh", "lanczos", "ciq-dual", "ciq-primal", "ggn")
 
-# What the same command does after a signal, where it keeps nothing unfinished.
+# What the same command does after a signal if it keeps no unfinished work.
 ANEW = "to start over"
 
 

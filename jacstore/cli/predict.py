@@ -1,7 +1,4 @@
-"""Predict from two kernels on disk and a file of labels, with the leave-one-out error of the fit.
-
-What `jacstore predict` does.
-"""
+"""Predict from two kernels on disk and a file of labels, with the leave-one-out error of the fit."""
 
 from __future__ import annotations
 
@@ -38,9 +35,9 @@ def predict(
     out
         A .npy file: predictions `(M, K)`; scores of the classes where labels are classes.
     alpha
-        A number, or several with commas between: then the one with the least squared leave-one-out error.
+        A number, or several separated by commas: then the one with the least squared leave-one-out error is used.
     from_network
-        Fit what the outputs in the store leave of the targets, and add the outputs in the other store.
+        Fit the targets minus the outputs in the store, and add the outputs in the other store.
     keep
         Whether to keep the factorization with the kernel, for the next prediction.
     """

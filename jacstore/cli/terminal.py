@@ -31,7 +31,7 @@ LOOK_SECONDS, GRACE_SECONDS = 0.1, 0.5
 
 
 class Stop:
-    """Remembers a signal; the work asks between its steps. A second SIGINT ends the process at once."""
+    """Remember a signal, which the work asks for between its steps. A second SIGINT ends the process at once."""
 
     def __init__(self) -> None:
         self.received: str | None = None
@@ -127,7 +127,7 @@ class Lines:
 
 
 class Words(click.Choice):
-    """The words that a flag allows; another one is refused as the same keyword is in Python."""
+    """The words that a flag allows; others are refused with the same text as for the keyword in Python."""
 
     def __init__(self, *words: str) -> None:
         super().__init__(words)
@@ -192,7 +192,7 @@ def run(
 
     Errors, and what `judge` says about the report, become one line and an exit code.
 
-    With `at_once` a signal does not wait for the work; the words say what the same command does then.
+    With `at_once` a signal does not wait for the work; its words say what the same command does afterwards.
     """
     stop, lines = Stop(), Lines(shared.quiet)
     stop.install()
@@ -234,7 +234,7 @@ def to_dict(report: Any) -> dict[str, Any]:
 
 
 def interruptible(work: Callable[[Lines, Stop], T], lines: Lines, stop: Stop, again: str) -> T:
-    """What the work returns or raises. After a signal the process leaves, though LAPACK may run for minutes more.
+    """Return or raise what the work does. After a signal the process leaves, though LAPACK may run for minutes more.
 
     NumPy's LAPACK and BLAS let this thread run meanwhile. SciPy's do not: a signal waits for the call that runs.
     """
@@ -263,14 +263,14 @@ def interruptible(work: Callable[[Lines, Stop], T], lines: Lines, stop: Stop, ag
 
 @dataclass
 class _Outcome:
-    """What work in another thread returned or raised."""
+    """The report or the error of work in another thread."""
 
     report: Any = None
     error: BaseException | None = None
 
 
 def _ended(done: threading.Event) -> bool:
-    """Whether work that asks for signals ends by itself; not waited for once there is a second one."""
+    """Whether work that asks for signals ends by itself; after a second signal it is not waited for."""
     try:
         return done.wait(GRACE_SECONDS)
     except KeyboardInterrupt:
@@ -307,7 +307,7 @@ def _command_line() -> str:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no NaN and no NumPy numbers."""
+    """Replace NumPy numbers by Python's, which JSON can hold."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -27,7 +27,7 @@ def _shape(r: KernelInfo | GramReport | GramForecast) -> str:
 
 
 def _continued(begun: bool, where: str, done: int, total: int, what: str) -> list[str]:
-    """What a run would find done, if there is anything to continue."""
+    """A line on the finished work that a run would continue, if there is any."""
     return [f"continues {where}: {done:,} of {total:,} {what} done"] * begun
 
 
@@ -92,11 +92,11 @@ def plan_build(r: BuildForecast) -> str:
 
 
 def _verdict(r: BuildForecast) -> str:
-    """Whether storing pays for one kernel, and what to do instead where it does not."""
+    """Whether storing pays for one kernel, and what to do instead if not."""
     if r.storing_pays:
         return "storing pays"
     if r.recompute_passes > 1:
-        # What is kept in RAM would go to a temporary folder, which is storing again.
+        # A store in RAM would move to a temporary folder, which is storing again.
         return "storing does not pay for one kernel, and RAM does not hold J: give more --memory (memory=)"
     return (
         "storing does not pay for one kernel alone: keep J in RAM with jacstore.build(problem, None), or call "
@@ -147,7 +147,7 @@ def first_failure(r: Report) -> str:
 
 
 def _leaf_lines(table: Sequence[LeafFacts]) -> list[str]:
-    """For each leaf its terms, why these, and what is stored for an example instead of its rows."""
+    """For each leaf its terms, the reason, and the numbers stored per example instead of its rows."""
     width = max(len(leaf.path) for leaf in table)
     return [
         "leaves: terms, numbers stored per example, of those that rows would take",

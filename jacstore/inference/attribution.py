@@ -25,7 +25,7 @@ from scipy.special import softmax
 
 from jacstore.errors import InvalidRequestError
 from jacstore.inference.kernel_factor import KernelFactor
-from jacstore.inference.kernel_matrix import Gram, as_columns, cross_gram
+from jacstore.inference.kernel_matrix import KernelMatrix, as_columns, cross_gram
 from jacstore.inference.linalg.cholesky_eigh import PANEL
 from jacstore.inference.weighted_kernels import whole_examples
 from jacstore.kernels.kernel import Kernel
@@ -72,9 +72,9 @@ def gradient_dot(
     residuals
         `dloss/df` of the examples of the rows, `(M, K)`; for several kernels a list of such.
     column_residuals
-        Those of the columns `(N, K)`; of a symmetric kernel those of the rows.
+        `dloss/df` of the examples of the columns, `(N, K)`; for a symmetric kernel those of the rows if not given.
     weights
-        Of each checkpoint, such as its step size; 1 if not given.
+        Weight of each checkpoint, such as its step size; 1 if not given.
     """
     several = isinstance(kernels, list | tuple)
     grams = list(kernels) if several else [kernels]
@@ -98,7 +98,7 @@ def gradient_dot(
 
 def _dots(kernel: Any, rows: Any, columns: Any) -> da.Array:
     k = np.shape(rows)[-1] if np.ndim(rows) == 2 else 1
-    gram = Gram(kernel, None if isinstance(kernel, Kernel | str | Path) else k)
+    gram = KernelMatrix(kernel, None if isinstance(kernel, Kernel | str | Path) else k)
     k = gram.n_outputs
     if gram.mode.sums_outputs:
         raise InvalidRequestError(
@@ -150,7 +150,7 @@ def influence(factor: KernelFactor, cross: Any, residuals: Any = None, column_re
     Parameters
     ----------
     factor
-        Of the training examples' kernel, with one alpha: the damping.
+        Factor of the training examples' kernel, with one alpha: the damping.
     cross
         Kernel between the other examples (rows) and those of the factor (columns).
     residuals, column_residuals
@@ -175,7 +175,7 @@ def influence(factor: KernelFactor, cross: Any, residuals: Any = None, column_re
         )
     view = _Influence(factor, gram, sides)
     height = max(1, PANEL // k) * (k if sides is None else 1)
-    # Not a hash of the factor: that would read all of it.
+    # Not a hash of the factor, which would read all of it.
     name = f"jacstore-influence-{uuid.uuid4().hex}"
     return da.from_array(view, chunks=(height, view.shape[1]), name=name, asarray=False)
 
@@ -183,7 +183,7 @@ def influence(factor: KernelFactor, cross: Any, residuals: Any = None, column_re
 class _Influence:
     """`G* C`, or its contraction, as an array-like for Dask: rows are solved where they are asked for."""
 
-    def __init__(self, factor: KernelFactor, cross: Gram, sides: tuple[np.ndarray, np.ndarray] | None) -> None:
+    def __init__(self, factor: KernelFactor, cross: KernelMatrix, sides: tuple[np.ndarray, np.ndarray] | None) -> None:
         self.factor, self.cross, self.sides = factor, cross, sides
         self.k = 1 if sides is None else factor.n_outputs
         self.shape = (cross.shape[0] // self.k, cross.shape[1] // self.k)

@@ -1,4 +1,4 @@
-"""In: a symmetric kernel, a method, alphas. Out: its factorization, found kept with it or computed within memory."""
+"""Factorize a symmetric kernel within the memory, or read the factorization that was kept with it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jacstore.base.machine import limited_cores
 from jacstore.base.threads import blas_threads
 from jacstore.errors import InvalidRequestError
 from jacstore.inference.kept_factors import kept_for
-from jacstore.inference.kernel_matrix import Gram, require_memory
+from jacstore.inference.kernel_matrix import KernelMatrix, require_memory
 from jacstore.inference.linalg.cholesky_eigh import (
     Cholesky,
     Eigen,
@@ -22,13 +22,13 @@ from jacstore.inference.linalg.cholesky_eigh import (
 )
 
 METHODS = ("cholesky", "eigh")
-# Alphas of an effective dimension that nobody asked for, in units of the largest eigenvalue.
+# Default alphas of the effective dimension, in units of the largest eigenvalue.
 SHARES = (1e-2, 1e-4, 1e-6)
 
 
 def checked_alphas(alpha: Any, method: str) -> np.ndarray:
     """Alphas `(A,)`, checked; several of them only for method eigh."""
-    # A copy: what the caller does to theirs later is nothing to the factor.
+    # A copy, so that later changes to the caller's array do not reach the factor.
     try:
         alphas = np.array(alpha, np.float64)
     except (TypeError, ValueError):
@@ -49,16 +49,16 @@ def checked_alpha(alpha: Any) -> float:
 
 
 def factorize(
-    gram: Gram, method: str, alphas: np.ndarray, memory: int | str | None, keep: bool
+    gram: KernelMatrix, method: str, alphas: np.ndarray, memory: int | str | None, keep: bool
 ) -> tuple[Factorization, float, bool]:
-    """The factorization, `‖G‖_F`, and whether it was kept from before."""
+    """The factorization, `‖G‖_F`, and whether a kept factorization was used."""
     rows = gram.shape[0]
     what = f"{method} of {rows:,} rows"
     alpha = float(alphas[0]) if method == "cholesky" else None
     kept = kept_for(gram.kernel, method, alpha) if keep else None
-    if kept is not None and kept.found:
+    if kept is not None and kept.record:
         require_memory(bytes_needed("kept", rows), memory, f"reading the {what}", "leave rows out")
-        norm, arrays = kept.found.norm, kept.load()
+        norm, arrays = kept.record.norm, kept.load()
         if arrays is not None:
             found = Cholesky(arrays[0], alpha) if alpha is not None else Eigen(arrays[0], arrays[1], alphas)
             return found, norm, True
@@ -73,7 +73,7 @@ def factorize(
     return fresh, norm, False
 
 
-def _compute(gram: Gram, method: str, alphas: np.ndarray) -> tuple[Factorization, float]:
+def _compute(gram: KernelMatrix, method: str, alphas: np.ndarray) -> tuple[Factorization, float]:
     if method == "eigh":
         refuse_32_bit(gram.shape[0])
     matrix = gram.load()
@@ -98,7 +98,7 @@ def spectrum(kernel: Any, *, memory: int | str | None = None) -> np.ndarray:
 
     Those of a kept eigendecomposition are read; otherwise about 4/3 R³ operations.
     """
-    gram = Gram(kernel)
+    gram = KernelMatrix(kernel)
     gram.require_symmetric()
     rows = gram.shape[0]
     kept = kept_for(gram.kernel, "eigh")

@@ -1,7 +1,7 @@
-"""In: an eigendecomposed kernel and times. Out: training curves of the network linearised at its parameters.
+"""Training curves of the network linearised at its parameters, from an eigendecomposed kernel.
 
-Gradient flow `df/dt = -G (f - y)` of the loss `|f - y|² / 2`, summed over rows. Gradient descent with step size eta
-has come to `t = eta * steps`; on the mean over N examples to `t = eta * steps / N`.
+Gradient flow `df/dt = -G (f - y)` of the loss `|f - y|² / 2`, summed over rows. Gradient descent with step size eta has
+come to `t = eta * steps`; on the mean over N examples to `t = eta * steps / N`.
 
 References
 ----------
@@ -56,7 +56,7 @@ def gradient_flow(
     Parameters
     ----------
     factor
-        Of method eigh; its alpha takes no part.
+        A factor of method eigh; its alpha is not used.
     times
         `(T,)`, finite and at least 0.
     y, f0

@@ -1,7 +1,7 @@
-"""In: the factorization of a kernel on disk. Out: it in the kernel's folder, used again while the kernel's bytes last.
+"""Keep the factorization of a kernel on disk in its folder, and use it again while the kernel's bytes stay the same.
 
-Plain Zarr arrays below `factors`, in squares, each checked against a record that names the kernel by its request and
-by the checksums of its tiles. One Cholesky factor is kept (of the last alpha) and one eigendecomposition.
+The arrays are plain Zarr below `factors`, in squares, each checked against a record that names the kernel by its
+request and by the checksums of its tiles. One Cholesky factor is kept (of the last alpha) and one eigendecomposition.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from jacstore.storage.ledger import Lock, sweep
 SQUARE = 2048
 
 
-class Kept:
-    """What is kept, or will be, of one method for one kernel.
+class KeptFactor:
+    """The factorization by one method that is, or will be, kept with a kernel.
 
     Attributes
     ----------
-    found
-        The record of a factorization of this very kernel, None where there is none that can be used.
+    record
+        The record of a factorization of this kernel and alpha; None if there is none that can be used.
     """
 
     def __init__(self, kernel: Kernel, files: Folder, method: str, alpha: float | None) -> None:
         self.kernel, self.files, self.method, self.alpha = kernel, files, method, alpha
         self.rows = kernel.shape[0]
         self.content, self._kind = kernel.content(), record_kind(method)
-        record = read_record(kernel.ledger, method)
-        matches = record is not None and (record.of, record.alpha) == (self.content, alpha)
-        self.found: FactorRecord | None = record if matches else None
+        found = read_record(kernel.ledger, method)
+        matches = found is not None and (found.of, found.alpha) == (self.content, alpha)
+        self.record: FactorRecord | None = found if matches else None
 
     def layouts(self) -> list[ArrayLayout]:
         """The arrays: U of a Cholesky factor, upper squares only, or values and vectors."""
@@ -77,7 +77,7 @@ class Kept:
                 yield at
 
     def require_room(self) -> None:
-        """Refuse before the work what would fail after it: no disk, no permission."""
+        """Refuse before the work if saving would fail after it, for want of disk space or permission."""
         needed = sum(layout.piece_bytes * len(list(self._squares(layout))) for layout in self.layouts())
         free = machine.free_disk(self.files.root)
         if needed > free or not os.access(self.files.root, os.W_OK):
@@ -88,12 +88,12 @@ class Kept:
             )
 
     def load(self) -> list[np.ndarray] | None:
-        """The arrays of the record that was found; None if their files are no longer what was recorded."""
+        """The arrays of the record; None if their files differ from it."""
         try:
             return [self._read(layout) for layout in self.layouts()]
         except DamagedDataError:
-            # It can be computed again, unlike what it was computed from.
-            self.found = None
+            # No error: a factorization can be computed again.
+            self.record = None
             return None
 
     def load_values(self) -> np.ndarray | None:
@@ -103,7 +103,7 @@ class Kept:
         return None
 
     def _read(self, layout: ArrayLayout) -> np.ndarray:
-        files = {} if self.found is None else self.found.files
+        files = {} if self.record is None else self.record.files
         whole, piece = np.empty(layout.shape), np.empty(layout.piece)
         for at in self._squares(layout):
             name = layout.file_name(at)
@@ -144,15 +144,15 @@ class Kept:
             files[name] = encoder.record().to_list()
 
 
-def kept_for(kernel: Kernel | None, method: str, alpha: float | None = None) -> Kept | None:
-    """What is or can be kept with a kernel; None where it is not on disk."""
+def kept_for(kernel: Kernel | None, method: str, alpha: float | None = None) -> KeptFactor | None:
+    """The factorization that is or can be kept with a kernel; None if the kernel is not on disk."""
     if kernel is None or not isinstance(kernel.files, Folder):
         return None
-    return Kept(kernel, kernel.files, method, alpha)
+    return KeptFactor(kernel, kernel.files, method, alpha)
 
 
 def clean(kernel: Kernel | str | Path) -> list[KeptFactorization]:
-    """Remove what solvers and samplers keep in the folder of a kernel, and return what that was.
+    """Remove the factorizations that solvers and samplers keep in the folder of a kernel, and return them.
 
     `KernelFactor`, `KernelRidge`, `sample` and `jacstore predict` keep a factorization there, up to five times the
     bytes of a float32 kernel, and use it again. All of it can be computed again; the kernel itself stays as it is.

@@ -2,7 +2,7 @@
 
 With `C = (G + alpha I)⁻¹`, alpha the ridge of a regression and the prior precision of a Laplace posterior, whose
 precision is `A = alpha I + Jᵀ J`: weights `w = C (y - f0)`, predictions `f0(x*) + G* w` and their covariance
-`(G** - G* C G*ᵀ) / alpha`, everything of a left-out example from the diagonal blocks of C.
+`(G** - G* C G*ᵀ) / alpha`; all leave-one-out quantities come from the diagonal blocks of C.
 
 References
 ----------
@@ -21,14 +21,14 @@ import numpy as np
 
 from jacstore.errors import InvalidRequestError
 from jacstore.inference.factorize import METHODS, checked_alphas, factorize
-from jacstore.inference.kernel_matrix import Columns, Gram, as_columns, cross_gram, offset_like
+from jacstore.inference.kernel_matrix import Columns, KernelMatrix, as_columns, cross_gram, offset_like
 from jacstore.inference.linalg.cholesky_eigh import PANEL, Eigen
 from jacstore.kernels.kernel import Kernel, open_kernel
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeaveOneOut:
-    """What each example would be predicted to be by all the others.
+    """The prediction of each example from all other examples.
 
     Attributes
     ----------
@@ -43,9 +43,9 @@ class LeaveOneOut:
 
 
 class KernelFactor:
-    """A factorization of a symmetric kernel, and what it answers.
+    """A factorization of a symmetric kernel, and answers from it.
 
-    Of a kernel on disk it is kept in the kernel's folder and used again as long as the kernel has the same bytes.
+    For a kernel on disk it is kept in the kernel's folder and used again as long as the kernel has the same bytes.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ class KernelFactor:
     method
         cholesky (R³/3 operations), or eigh (about 9 R³), which then serves any alpha.
     outputs
-        Rows an example, for a matrix that is no `Kernel`.
+        Rows per example, for a matrix that is not a `Kernel`.
     memory
         Bytes that may be allocated, such as "8GB"; half of what is available if not given.
     keep
@@ -65,9 +65,9 @@ class KernelFactor:
     Attributes
     ----------
     reused
-        Whether it was found with the kernel.
+        Whether a kept factorization was used.
     error
-        What rounding may have changed in the kernel, in the spectral norm: `u ‖G‖_F` at most about.
+        Approximate bound `u ‖G‖_F` on the change of the kernel by rounding, in the spectral norm.
 
     Raises
     ------
@@ -93,7 +93,7 @@ class KernelFactor:
         if method not in METHODS:
             raise InvalidRequestError(f"method={method!r}: allowed are {', '.join(METHODS)}")
         alphas = checked_alphas(alpha, method)
-        self.gram = Gram(kernel, outputs)
+        self.gram = KernelMatrix(kernel, outputs)
         self.gram.require_symmetric()
         self._factor, norm, self.reused = factorize(self.gram, method, alphas, memory, keep)
         self.error = self.gram.roundoff * norm
@@ -184,7 +184,7 @@ class KernelFactor:
         y
             Targets `(R, ...)` or `(N, K, ...)`.
         f0
-            What the kernel's prediction is added to, such as the network's outputs: in the shape of `y`; 0 if None.
+            The outputs that the kernel's prediction is added to, such as the network's, in the shape of `y`; 0 if None.
         """
         flat, columns = self._residual(y, f0)
         target, _ = self._columns(y)
@@ -242,7 +242,7 @@ class KernelFactor:
         return self._out(found / self._factor.alphas[:, None, None, None])
 
     def require_jacobian(self, what: str) -> None:
-        """Refuse what holds only where G is `J Jᵀ` of the stored J."""
+        """Refuse a quantity that is only defined where G is `J Jᵀ` of the stored J."""
         if self.gram.exact_diagonal:
             raise InvalidRequestError(
                 f"{what}: the diagonal of {self.gram.where} was replaced by exact norms, so it is not J Jᵀ of the "
@@ -271,12 +271,12 @@ class KernelFactor:
         return self._columns(target - offset_like(f0, target.shape, "f0"))
 
     def _out(self, found: np.ndarray) -> Any:
-        """Without the axis over alphas if one alpha was given as a number."""
+        """Drop the axis over alphas if one alpha was given as a number."""
         if not self._scalar:
             return found
         return found[0] if found.ndim > 1 else float(found[0])
 
-    def _own_blocks(self, blocks: Any, cross: Gram) -> np.ndarray:
+    def _own_blocks(self, blocks: Any, cross: KernelMatrix) -> np.ndarray:
         k = self.n_outputs
         blocks = open_kernel(str(blocks)) if isinstance(blocks, str | Path) else blocks
         if isinstance(blocks, Kernel) and not blocks.plan.mode.within_examples:
@@ -307,5 +307,5 @@ class KernelFactor:
 
 
 def _eigh_error(eigen: Eigen) -> float:
-    """What LAPACK itself may change in an eigenvalue."""
+    """Bound on the error of LAPACK in an eigenvalue."""
     return len(eigen.values) * 2.0**-53 * float(np.abs(eigen.values).max())

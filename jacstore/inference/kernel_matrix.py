@@ -1,6 +1,7 @@
 """A kernel as a matrix in float64, whole, by panels of rows or as products, from disk, from Dask or from an array.
 
-What a solver has to know of a kernel, whoever made it: rows per example, what its entries are rounded to, who it is.
+It holds what a solver has to know of a kernel, whoever made it: rows per example, how its entries are rounded, and its
+identity. All values are float64.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ STORED = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11}
 PRODUCTS = {"float64": 2.0**-53, "float32": 2.0**-24, "fast": 2.0**-11}
 AHEAD = 2  # tiles that are read while another is used
 SQUARE = 1024  # edge of the squares in which a matrix is compared with its transpose
-# A matrix further than this from its transpose is no kernel; what separate products leave is a thousand times less.
+# A matrix further than this from its transpose is not a kernel; separate products differ a thousand times less.
 ASYMMETRY = 1e-6
 
 Tile = tuple[slice, slice, np.ndarray]
 
 
-class Gram:
+class KernelMatrix:
     """A kernel `(rows, columns)` of mode full or trace, or a matrix in its place.
 
     Parameters
@@ -40,7 +41,7 @@ class Gram:
     given
         A `Kernel`, its path, or a NumPy or Dask array.
     outputs
-        Rows an example; known of a `Kernel`, 1 for an array if not given.
+        Rows per example; known for a `Kernel`, 1 for an array if not given.
 
     Attributes
     ----------
@@ -103,7 +104,7 @@ class Gram:
         return self.shape[0] // self.n_outputs
 
     def require_symmetric(self) -> None:
-        """Refuse a kernel between two stores; whether an array is symmetric shows when it is loaded."""
+        """Refuse a kernel between two stores; arrays are checked for symmetry when they are loaded."""
         if (self.kernel is not None and not self.symmetric) or self.shape[0] != self.shape[1]:
             raise InvalidRequestError(
                 f"{self.where} is rectangular {self.shape}, between two stores; needed is the kernel of one store"
@@ -112,7 +113,7 @@ class Gram:
     def tiles(self) -> Iterator[Tile]:
         """Rows, columns and float64 values of each tile; of a stored symmetric kernel only those with i <= j.
 
-        The tiles that come next are read while the caller works on one.
+        The next tiles are read while the caller works on one.
         """
         if self.kernel is None:
             for rows, block in self.panels(SQUARE):
@@ -150,7 +151,7 @@ class Gram:
         """
         whole = np.empty(self.shape)
         if isinstance(self.array, da.Array) and self.kernel is None:
-            # Not by `da.store`: on a cluster's worker it would fill a copy.
+            # Not by `da.store`, which would fill a copy on a cluster's worker.
             stops = np.cumsum(self.array.chunks[0])
             for number, (stop, height) in enumerate(zip(stops, self.array.chunks[0], strict=True)):
                 whole[stop - height : stop] = self.array.blocks[number].compute()
@@ -216,7 +217,7 @@ def _ahead(read: Callable[[Any], Any], todo: Iterable[Any]) -> Iterator[Any]:
                 future.cancel()
 
 
-def cross_gram(given: Any, of: Gram) -> Gram:
+def cross_gram(given: Any, of: KernelMatrix) -> KernelMatrix:
     """A kernel between other examples (rows) and those of `of` (columns).
 
     Raises
@@ -224,7 +225,7 @@ def cross_gram(given: Any, of: Gram) -> Gram:
     InvalidRequestError
         If its columns are not the rows of `of`.
     """
-    cross = Gram(given, None if isinstance(given, Kernel | str | Path) else of.n_outputs)
+    cross = KernelMatrix(given, None if isinstance(given, Kernel | str | Path) else of.n_outputs)
     if cross.n_outputs != of.n_outputs or cross.mode != of.mode or cross.shape[1] != of.shape[0]:
         raise InvalidRequestError(
             f"{cross.where} is {cross.shape}, mode {cross.mode}, and {of.where} is {of.shape}, mode {of.mode}; needed "
@@ -241,7 +242,7 @@ def cross_gram(given: Any, of: Gram) -> Gram:
 
 
 def require_memory(needed: int, memory: int | str | None, what: str, instead: str) -> None:
-    """Refuse what does not fit, before anything is allocated."""
+    """Refuse work that does not fit in memory, before anything is allocated."""
     allowed = default_memory(memory)
     if needed > allowed:
         raise InvalidRequestError(
@@ -290,7 +291,7 @@ def as_columns(given: Any, rows: int, outputs: int, name: str) -> tuple[np.ndarr
 
 
 def offset_like(offset: Any, shape: tuple[int, ...], name: str) -> np.ndarray:
-    """An offset in float64 that may stand beside an array of this shape: of the same shape, one number, None for 0."""
+    """An offset in float64 for an array of this shape: an array of the same shape, one number, or None for 0."""
     taken = np.asarray(0.0 if offset is None else offset, np.float64)
     if taken.ndim and taken.shape != shape:
         raise InvalidRequestError(f"{name} has shape {taken.shape}; allowed are {shape} or one number")

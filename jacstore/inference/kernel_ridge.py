@@ -1,4 +1,4 @@
-"""In: kernels and targets. Out: kernel ridge regression in scikit-learn's manner, with alpha chosen by leave-one-out.
+"""Kernel ridge regression in the manner of scikit-learn, with alpha chosen by leave-one-out.
 
 `f(x*) = f0(x*) + G* (G + alpha I)⁻¹ (y - f0)`. The inputs of `fit` and `predict` are kernels, as with scikit-learn's
 `kernel="precomputed"`.
@@ -12,7 +12,7 @@ import numpy as np
 
 from jacstore.errors import InvalidRequestError
 from jacstore.inference.kernel_factor import KernelFactor
-from jacstore.inference.kernel_matrix import Gram, as_columns, cross_gram, offset_like
+from jacstore.inference.kernel_matrix import KernelMatrix, as_columns, cross_gram, offset_like
 from jacstore.inference.linalg.block_cg import block_cg
 
 METHODS = ("cholesky", "eigh", "cg")
@@ -31,7 +31,7 @@ class KernelRidge:
     outputs, memory, keep
         As for `KernelFactor`; cg streams the kernel and keeps nothing.
     tolerance
-        Of method cg: the true relative residual.
+        Tolerance of method cg for the true relative residual.
 
     Attributes
     ----------
@@ -55,7 +55,7 @@ class KernelRidge:
         keep: bool = True,
         tolerance: float = 1e-8,
     ) -> None:
-        # As scikit-learn wants it: kept as given, checked by fit.
+        # scikit-learn's convention: parameters are kept as given and checked by fit.
         self.alpha, self.method, self.outputs = alpha, method, outputs
         self.memory, self.keep, self.tolerance = memory, keep, tolerance
 
@@ -73,7 +73,7 @@ class KernelRidge:
         return self
 
     def __sklearn_tags__(self) -> Any:
-        """What scikit-learn asks of an estimator: a regressor on square matrices that are split along both axes."""
+        """Tags for scikit-learn: a regressor on square matrices that are split along both axes."""
         from sklearn.utils import InputTags, RegressorTags, Tags, TargetTags
 
         return Tags(
@@ -93,7 +93,7 @@ class KernelRidge:
         y
             `(R, ...)`, or `(N, K, ...)` for a kernel of mode full.
         f0
-            What the prediction is added to, in the shape of `y`; then `predict` needs it too.
+            Outputs that the prediction is added to, in the shape of `y`; then `predict` needs them too.
         """
         if self.method not in METHODS:
             raise InvalidRequestError(f"method={self.method!r}: allowed are {', '.join(METHODS)}")
@@ -103,13 +103,13 @@ class KernelRidge:
         self._offset = f0 is not None
         self.factor_: Any  # a KernelFactor, None for cg
         if self.method == "cg":
-            self.gram_, self.factor_, self.alpha_ = Gram(kernel, self.outputs), None, self.alpha
+            self.gram_, self.factor_, self.alpha_ = KernelMatrix(kernel, self.outputs), None, self.alpha
             options = {"alpha": self.alpha, "tolerance": self.tolerance, "outputs": self.outputs}
             self.dual_coef_ = block_cg(kernel, residual, **options).value
             return self
         factor = KernelFactor(kernel, self.alpha, self.method, outputs=self.outputs, memory=self.memory, keep=self.keep)
         if np.ndim(self.alpha):
-            # A left-out prediction misses by what remains of y - f0, whatever f0 is.
+            # The error of a left-out prediction is the residual y - f0 less its own prediction, whatever f0 is.
             missed = residual - factor.loo(residual).mean
             self.loo_errors_ = np.square(missed).reshape(len(missed), -1).mean(1)
             factor = factor.at(float(np.asarray(self.alpha, np.float64)[np.argmin(self.loo_errors_)]))
@@ -141,7 +141,7 @@ class KernelRidge:
     def score(self, kernel: Any, y: Any, f0: Any = None) -> float:
         """Coefficient of determination `1 - |y - f|² / |y - mean|²`, averaged over outputs.
 
-        Of a constant output it is 1 where the prediction is exact and 0 where it is not, as in scikit-learn.
+        For a constant output it is 1 if the prediction is exact and 0 if not, as in scikit-learn.
         """
         target = np.asarray(y, np.float64)
         missed = np.square(target - self.predict(kernel, f0)).sum(0)

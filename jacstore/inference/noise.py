@@ -1,4 +1,4 @@
-"""In: a key. Out: independent standard normal numbers that are the same whatever is asked for, in whatever order.
+"""Standard normal noise from a key, the same in whatever order and whatever blocks it is asked for.
 
 Counter-based (Philox): the numbers of a sample are found by its number and by blocks of columns, so that a second pass
 draws them again instead of keeping them, and neither memory nor other samples change them.
@@ -22,7 +22,7 @@ PARAMETERS, ROWS = 0, 1
 
 
 class Noise(Protocol):
-    """What a sampler maps: columns of numbers, one column a sample."""
+    """The input of a sampler: columns of numbers, one column per sample."""
 
     @property
     def n(self) -> int: ...
@@ -61,7 +61,7 @@ class KeyedNoise:
             first = block * BLOCK
             a, b = max(start, first), min(stop, first + BLOCK)
             for index in range(self.n):
-                # The lowest word of the counter is what drawing advances.
+                # Drawing advances the lowest word of the counter.
                 bits = np.random.Philox(key=[int(self.key), index], counter=[0, 0, block, stream])
                 out[a - start : b - start, index] = np.random.Generator(bits).standard_normal(b - first)[a - first :]
         return out

@@ -1,7 +1,8 @@
 """Samples `(n, P)` of the Laplace posterior `N(0, A⁻¹)` of a store and its kernel.
 
-`A = alpha I + Jᵀ Λ J`, Λ from the likelihood; a sample is a deviation from the parameters. The way follows the size: P
-small, the matrix A itself; R moderate, its kernel; else iterations. Any number of samples takes two passes over J.
+`A = alpha I + Jᵀ Λ J`, Λ from the likelihood; a sample is a deviation from the parameters. The method follows the size:
+where P is small, the matrix A itself; where R is moderate, its kernel; else iterations. Any number of samples takes two
+passes over J.
 
 References
 ----------
@@ -23,7 +24,7 @@ from jacstore.base.events import Listener, silent
 from jacstore.base.machine import default_memory
 from jacstore.errors import InvalidRequestError
 from jacstore.inference.factorize import checked_alpha
-from jacstore.inference.kernel_matrix import Gram, require_memory
+from jacstore.inference.kernel_matrix import KernelMatrix, require_memory
 from jacstore.inference.linalg.cholesky_eigh import bytes_needed, cholesky, solve_upper
 from jacstore.inference.noise import BLOCK, KeyedNoise, Noise
 from jacstore.inference.sampling_methods import (
@@ -91,17 +92,17 @@ def sample(
     method
         "ggn": Cholesky of A, one pass. "perturb": perturb and solve with a Cholesky factor of the kernel, two passes;
         "cg": the same by conjugate gradients. `A^{-1/2}` times noise: "eigh", "lanczos", "ciq-dual", two passes;
-        "ciq-primal", one pass a step. "auto": ggn where `P <= R` or there is no kernel, if A fits in memory; else
+        "ciq-primal", one pass per step. "auto": ggn where `P <= R` or there is no kernel, if A fits in memory; else
         perturb, if the kernel fits; else cg.
     error
-        Wanted relative error of cg, lanczos and ciq, 1e-4 if not given; decides the number of quadrature points.
+        Target relative error of cg, lanczos and ciq, 1e-4 if not given; decides the number of quadrature points.
     q
-        Number of quadrature points, instead of what `error` says.
+        Number of quadrature points, instead of the number from `error`.
     out
         File for the samples, `FILE.npy`; a rerun continues after the last finished pass or returns what is there.
     memory
-        Bytes to allocate, such as "8GB"; half of what is available if not given. Bases of lanczos (`8 R n` a step) and
-        directions of ciq-primal (`8 P n` a quadrature point) come on top.
+        Bytes to allocate, such as "8GB"; half of what is available if not given. Bases of lanczos (`8 R n` per step)
+        and directions of ciq-primal (`8 P n` per quadrature point) come on top.
     precision
         Type of the products with J, float32 or float64. Default as for `jacstore.operator`, but float64 for iterations
         without a kernel, which would gather rounding.
@@ -131,7 +132,7 @@ def sample(
 def sample_from(
     noise: Noise, store: JacobianStore | str | Path, kernel: Kernel | str | Path | None = None, **options: Any
 ) -> np.ndarray:
-    """The linear map of `sample`, applied to noise of one's own: options as there, without n, key and out."""
+    """Apply the linear map of `sample` to given noise; options as there, without n, key and out."""
     allowed = {"alpha", "likelihood", "method", "error", "q", "memory", "precision", "keep"}
     if not {"alpha"} <= options.keys() <= allowed:
         raise InvalidRequestError(
@@ -144,7 +145,7 @@ def sample_from(
 
 
 class _Plan:
-    """What is to be done, checked, with the method chosen."""
+    """Checked options, with the method chosen."""
 
     def __init__(
         self,
@@ -224,7 +225,7 @@ class _Plan:
 def require_own(jacobian: JacobianOperator, kernel: Kernel) -> None:
     """Refuse a kernel that is not `J Jᵀ` of the stored J."""
     jacobian.gram(kernel)
-    if Gram(kernel).exact_diagonal:
+    if KernelMatrix(kernel).exact_diagonal:
         raise InvalidRequestError(
             f"{kernel.path}: its diagonal was replaced by exact norms, so it is not J Jᵀ of the stored J and samples "
             "from it would be wrong; assemble a kernel without that (kernel=)"

@@ -1,8 +1,8 @@
 """Tests of posterior samples: p-values of what they must be distributed like, given the store and its kernel.
 
 `z ~ N(0, A⁻¹)` makes `zᵀ A z` chi-squared with P degrees of freedom. Where P is much larger than the rank r of J that
-test hardly sees the data. With `J Jᵀ = U diag(lam) Uᵀ` and `y = Uᵀ J z` the sharper one looks at both parts apart:
-`y_i sqrt((lam_i + alpha) / lam_i) ~ N(0, 1)`, and what is left of `alpha |z|²` chi-squared with P - r degrees.
+test hardly sees the data. With `J Jᵀ = U diag(lam) Uᵀ` and `y = Uᵀ J z` a sharper test looks at both parts separately:
+`y_i sqrt((lam_i + alpha) / lam_i) ~ N(0, 1)`, and the rest of `alpha |z|²` is chi-squared with P - r degrees.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Test:
         Quantiles `(m,)` of the distribution and of the samples, at most 1,000 of them, ascending.
     """
 
-    __test__ = False  # no test of pytest's
+    __test__ = False  # not a test for pytest
 
     statistic: float
     p_value: float
@@ -50,7 +50,7 @@ class Test:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleTests:
-    """Tests of samples; a p-value near 0 says that they are not of this posterior.
+    """Tests of samples; a p-value near 0 means that they are not from this posterior.
 
     Attributes
     ----------
@@ -99,7 +99,7 @@ def sample_tests(
     store, kernel
         A finished store and its kernel of mode full.
     alpha, likelihood
-        Of the posterior.
+        Prior precision and likelihood of the posterior.
     memory, precision, keep
         As in `jacstore.sample`.
     """

@@ -1,4 +1,4 @@
-"""In: a kernel, or J alone, and columns `y = J v` of rows. Out: what `Jᵀ` has to be applied to for a posterior sample.
+"""The samplers: from columns `y = J v` of noise to the columns that `Jᵀ` is applied to for a posterior sample.
 
 With `A = alpha I + Jᵀ J` every sampler below is `z = v / sqrt(alpha) + Jᵀ w(J v)`: two passes over J for any number of
 samples, and `w` from the kernel `G = J Jᵀ = U diag(lam) Uᵀ`.
@@ -24,7 +24,7 @@ import numpy as np
 
 from jacstore.errors import InvalidRequestError
 from jacstore.inference.kernel_factor import KernelFactor
-from jacstore.inference.kernel_matrix import Gram, require_memory
+from jacstore.inference.kernel_matrix import KernelMatrix, require_memory
 from jacstore.inference.linalg.block_cg import block_cg
 from jacstore.inference.linalg.cholesky_eigh import Cholesky, bytes_needed, cholesky
 from jacstore.inference.linalg.lanczos import lanczos_function, largest_eigenvalue, shifted_cg
@@ -36,12 +36,12 @@ SMALLEST_TOLERANCE = 1e-12
 
 
 class WeightedJacobian:
-    """`Lᵀ J` for `Λ = L Lᵀ`, one block of Λ an example; J itself for a Gaussian likelihood."""
+    """`Lᵀ J` for `Λ = L Lᵀ`, one block of Λ per example; J itself for a Gaussian likelihood."""
 
     def __init__(self, jacobian: Any, likelihood: str) -> None:
         self.jacobian, self.likelihood = jacobian, likelihood
         self.shape: tuple[int, int] = jacobian.shape
-        jacobian.weights(likelihood)  # refuses what has no such likelihood
+        jacobian.weights(likelihood)  # refuses stores without such a likelihood
         self.roots = None if likelihood == "gaussian" else likelihood_roots(jacobian.store.outputs, likelihood)
 
     def times(self, columns: np.ndarray) -> np.ndarray:
@@ -61,14 +61,14 @@ class WeightedJacobian:
 
 
 class DualKernel:
-    """`G = Lᵀ J Jᵀ L`: from a stored kernel, or as two passes over J a product."""
+    """`G = Lᵀ J Jᵀ L`: from a stored kernel, or with two passes over J per product."""
 
     def __init__(self, jacobian: WeightedJacobian, kernel: Any, memory: int | str | None, keep: bool) -> None:
         self.jacobian, self.kernel, self.memory, self.keep = jacobian, kernel, memory, keep
         self.rows = jacobian.shape[0]
 
     def array(self) -> tuple[Any, int | None]:
-        """What solvers take for the kernel, and rows per example where it does not say."""
+        """The kernel for solvers, and its rows per example where it does not say."""
         if self.kernel is None:
             raise InvalidRequestError('this method needs a stored kernel; give kernel= or use method="cg" (--method)')
         if self.jacobian.roots is None:
@@ -84,19 +84,19 @@ class DualKernel:
         """All of it, with memory for a second one."""
         matrix, outputs = self.array()
         require_memory(2 * bytes_needed("kept", self.rows), self.memory, f"{self.rows:,} rows twice", "leave rows out")
-        return Gram(matrix, outputs).load()
+        return KernelMatrix(matrix, outputs).load()
 
     def matmat(self, block: np.ndarray) -> np.ndarray:
         """G times `(R, m)`."""
         if self.kernel is None:
             return self.jacobian.times(self.jacobian.transposed(block))
         matrix, outputs = self.array()
-        return Gram(matrix, outputs).matmat(block)
+        return KernelMatrix(matrix, outputs).matmat(block)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """How samples are to be made."""
+    """The method of sampling and its options."""
 
     alpha: float
     method: str
@@ -173,7 +173,7 @@ def by_lanczos(
 def by_dual_quadrature(
     kernel: DualKernel, request: Request, y: np.ndarray, e: np.ndarray | None, stop: Callable[[], None]
 ) -> np.ndarray:
-    """`-sum_q w_q / (s_q + alpha) (G + (s_q + alpha) I)⁻¹ y`: a Cholesky factor each, or one Krylov space."""
+    """`-sum_q w_q / (s_q + alpha) (G + (s_q + alpha) I)⁻¹ y`: one Cholesky factor per point, or one Krylov space."""
     if kernel.kernel is None:
         rule = quadrature_for(kernel.matmat, kernel.rows, request, dual=True)
         shifts = rule.shifts + request.alpha
@@ -199,7 +199,7 @@ def by_primal_quadrature(
     request: Request,
     stop: Callable[[], None] = lambda: None,
 ) -> tuple[np.ndarray, int]:
-    """`A^{-1/2} v` `(P, n)` from products with `Jᵀ Λ J`: one a step of a Krylov solver for all points; and their count.
+    """`A^{-1/2} v` `(P, n)` and the number of products with `Jᵀ Λ J`, one per step of a Krylov solver for all points.
 
     The product may come from a store or from a model's own derivatives.
     """

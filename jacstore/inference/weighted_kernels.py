@@ -18,7 +18,7 @@ from scipy.special import softmax
 
 from jacstore.base.precision import ROUNDOFF
 from jacstore.errors import InvalidRequestError
-from jacstore.inference.kernel_matrix import PRODUCTS, Gram
+from jacstore.inference.kernel_matrix import PRODUCTS, KernelMatrix
 from jacstore.kernels.kernel import Kernel, open_kernel
 from jacstore.kernels.lazy import described
 from jacstore.operators.likelihoods import LIKELIHOODS
@@ -48,7 +48,7 @@ def likelihood_roots(outputs: Any, likelihood: str = "softmax") -> np.ndarray:
 def weighted(kernel: Any, outputs: Any, likelihood: str = "softmax", sides: str = "both") -> da.Array:
     """A kernel of mode full weighted by a likelihood, as a lazy Dask array of the same shape.
 
-    Give it on as `KernelFactor(weighted(kernel, store.outputs), alpha, outputs=K)`.
+    Use it as `KernelFactor(weighted(kernel, store.outputs), alpha, outputs=K)`.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ def weighted(kernel: Any, outputs: Any, likelihood: str = "softmax", sides: str 
         raise InvalidRequestError(f"sides={sides!r}: allowed are {', '.join(SIDES)}")
     roots = likelihood_roots(outputs, likelihood)
     examples, k, _ = roots.shape
-    gram = Gram(kernel, None if getattr(kernel, "mode", None) else k)
+    gram = KernelMatrix(kernel, None if getattr(kernel, "mode", None) else k)
     if not gram.mode.holds_every_product or gram.n_outputs != k:
         raise InvalidRequestError(f"{gram.where} has mode {gram.mode} and {gram.n_outputs} outputs; needed: full, {k}")
     axes = {"both": (0, 1), "columns": (1,), "rows": (0,)}[sides]
@@ -100,8 +100,8 @@ def with_precisions(kernel: Any, precisions: Mapping[str, float]) -> da.Array:
     kernel
         A `Kernel` that was assembled with `by_leaf=True`, or its path; any mode, symmetric or not.
     precisions
-        Positive numbers by the path of a leaf, or by what a group of leaves begins with: "layer0" is all of "layer0/w"
-        and "layer0/b". Where several hold the longest does. Every leaf needs one.
+        Positive numbers by the path of a leaf, or by the common beginning of a group of paths: "layer0" stands for
+        "layer0/w" and "layer0/b". If several match, the longest counts. Every leaf needs one.
 
     Raises
     ------

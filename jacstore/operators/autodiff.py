@@ -2,6 +2,7 @@
 
 JVP, VJP, HVP and GVP by automatic differentiation, a batch of examples and some columns at a time.
 
+Products (JVP, VJP, HVP, GVP) are computed by automatic differentiation, a batch of examples and some columns at a time.
 The loss is a sum over examples, `L(params) = sum_i loss(f(params, x_i), target_i)`; its GGN is `sum_i J_iᵀ H_i J_i`
 with `H_i` the Hessian of `loss` in the outputs. One product with any number of columns reads the inputs once.
 """

@@ -1,6 +1,6 @@
 """The matrix `alpha I + Jᵀ Λ J` `(P, P)` of a store and a likelihood, summed in one pass that can be resumed.
 
-The right object where P is small and R large: it has P² numbers, whatever N. Rows are formed a few thousand at a time.
+The matrix to use where P is small and R large: it has P² numbers, whatever N. Rows are formed a few thousand at a time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""In: outputs of a network, or weights. Out: the curvature Λ of a loss in its outputs, one K x K block an example.
+"""The curvature Λ of a loss in the outputs of the network, one `(K, K)` block per example.
 
 Gaussian: the identity. Softmax (cross-entropy of logits with probabilities p): `diag(p) - p pᵀ`, whatever the label.
 """

@@ -1,7 +1,7 @@
-"""In: leaves of a store. Out: panels: columns of J that are read together and multiplied by, or summed into, columns.
+"""Multiply panels of J by columns, or sum products with them into columns.
 
 A panel is a slab of columns stored as rows, or the leaves that share factors. Panels partition what is stored, so that
-reading each of them once for all examples is one pass.
+reading each of them once for all examples is one pass over J.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""In: a pytree of parameters, or columns of numbers. Out: the other of the two, leaves found by their paths."""
+"""Convert pytrees of parameters to columns of numbers and back, with leaves found by their paths."""
 
 from __future__ import annotations
 

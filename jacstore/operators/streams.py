@@ -1,4 +1,4 @@
-"""In: a store, chosen examples, and panels of its columns. Out: what is stored about them, chunk by chunk.
+"""Stream panels of a store for chosen examples, one chunk of examples at a time.
 
 A chunk is a run of whole units if memory allows: a stored piece spans a unit, so that nothing is read twice. While one
 chunk is multiplied the next is read.

@@ -1,6 +1,6 @@
-"""In: a problem's parameters, function and choices. Out: the fields of its fingerprint, JSON-able.
+"""The fields of a problem's fingerprint: hashes of its parameters, function and choices, as JSON.
 
-The text of a jaxpr names arrays that it closes over but does not hold their values: they are hashed apart.
+The text of a jaxpr names the arrays that it closes over but does not hold their values, so these are hashed separately.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ VERSION = "program-2:"
 def requested(
     *, params: Any, jaxpr: ClosedJaxpr, outputs: str | Sequence[int], selection: list[str], first: Any, n_examples: int
 ) -> dict[str, Any]:
-    """Fields that decide the result.
+    """The fields that decide the result.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ def requested(
 
 
 def by_text_of_jax(function: Any) -> bool:
-    """Whether a store's field `function` was written before programs had a text of their own."""
+    """Whether a store's field `function` was written by a version that hashed JAX's own text."""
     return isinstance(function, str) and not function.startswith(VERSION)
 
 
@@ -60,7 +60,7 @@ def hash_text_of_jax(jaxpr: ClosedJaxpr) -> str:
 
 
 def same_program(a: ClosedJaxpr, b: ClosedJaxpr) -> bool:
-    """Whether two traces certainly compute the same; what a callback computes cannot be read from a jaxpr."""
+    """Whether two traces certainly compute the same; callbacks count as different, since a jaxpr does not show them."""
     text, names = text_and_primitives(a)
     if any("callback" in name for name in names):
         return False
@@ -68,7 +68,7 @@ def same_program(a: ClosedJaxpr, b: ClosedJaxpr) -> bool:
 
 
 def lowest_precision(jaxpr: ClosedJaxpr) -> str:
-    """The type with the fewest digits that any number of a program is rounded to, by its name in `bounds.ROUNDOFF`."""
+    """The type with the fewest digits that any number of a program is rounded to; a key of `precision.ROUNDOFF`."""
     found = {"float64"}
 
     def visit(value: Any) -> None:
@@ -83,7 +83,7 @@ def lowest_precision(jaxpr: ClosedJaxpr) -> str:
                 if dtype is not None and jnp.issubdtype(dtype, np.floating):
                     name = np.dtype(dtype).name
                     found.add(name if name in ROUNDOFF else "float8" if name.startswith("float8") else "float64")
-            # Only a function that asks for it gets TF32: what says nothing is multiplied in full precision.
+            # Only a product that asks for it gets TF32: all others are computed in full precision.
             if jax.lax.Precision.DEFAULT in _flat(equation.params.get("precision")):
                 found.add("tf32")
             for part in equation.params.values():
@@ -121,7 +121,8 @@ def derivative(flat: Flat, parameters: Parameters, example: Any) -> ClosedJaxpr:
     floating = [i for i, array in enumerate(arrays) if jnp.issubdtype(array.dtype, np.floating)]
     selected = [i for i, role in enumerate(roles) if role == "selected"]
     if floating != selected:
-        # What is left out may be without a derivative (a frozen backbone in a callback): then the selected ones do.
+        # Parameters that are left out may have no derivative (a frozen backbone in a callback); then only the selected
+        # ones are traced.
         with suppress(Exception):
             return trace(floating)
     with naming("apply cannot be differentiated:", "change apply=, or leave the leaf out by select="):
@@ -136,7 +137,7 @@ def hash_parameters(params: Any) -> str:
         if dtype_of(leaf) is not None:
             _update(digest, leaf)
         else:
-            # The address in the text of a function is another one in the next process.
+            # The address in the text of a function differs from process to process.
             plain = leaf is None or isinstance(leaf, (str, bytes, int))
             name = getattr(leaf, "__qualname__", type(leaf).__qualname__)
             digest.update(f"{kind_of(leaf)} {leaf if plain else name}\n".encode())

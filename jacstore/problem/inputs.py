@@ -1,4 +1,4 @@
-"""In: arrays or a dataset. Out: N, and any run of examples as a pytree of NumPy arrays `(n, ...)`."""
+"""Read runs of examples from sliceable arrays or a map-style dataset, as pytrees of NumPy arrays `(n, ...)`."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Arrays:
         return jax.tree_util.tree_unflatten(self.treedef, arrays)
 
     def bytes_held(self) -> tuple[int, int]:
-        """Bytes of one example, and of what is held beside it: a chunk of each leaf, and what decoding one takes.
+        """Bytes of one example, and of what reading holds beside it: a chunk of each leaf, and the memory to decode it.
 
         Zarr holds a chunk as it is stored, as it is decoded, and as it is returned.
         """
@@ -124,7 +124,7 @@ class Arrays:
         return each, sum(chunks) + 2 * max(chunks)
 
     def _by_chunks(self, path: str, leaf: Any, start: int, stop: int) -> np.ndarray:
-        """Examples of one leaf, those of one chunk after the other: few chunks are in memory, each is decoded once."""
+        """Examples of one leaf, chunk by chunk, so that few chunks are in memory and each is decoded once."""
         length, what = _chunk_length(leaf), f"inputs leaf {path!r}"
         if not length:
             return numeric(leaf[start:stop], what)
@@ -133,7 +133,7 @@ class Arrays:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _of_chunk(self, path: str, leaf: Any, start: int, stop: int, first: int, length: int) -> np.ndarray:
-        """Examples that are all in one chunk, which is kept while others of it may follow."""
+        """Examples that are all in one chunk, which is kept while more of its examples may be asked for."""
         last, what = min(first + length, self.n_examples), f"inputs leaf {path!r}"
         kept = self._chunks.get(path)
         if kept is None or kept[0] != first:
@@ -146,7 +146,7 @@ class Arrays:
             self._chunks[path] = kept
         if stop == last:
             self._chunks.pop(path, None)
-        # A copy: a view would hold all of the chunk as long as the batch.
+        # A copy: a view would keep the whole chunk alive as long as the batch.
         return kept[1][start - first : stop - first].copy()
 
 
@@ -200,7 +200,7 @@ class Dataset:
 
     @cached_property
     def first(self) -> tuple[list[tuple[str, np.ndarray]], Any]:
-        """Item 0, whose structure, shapes and types all others have to share."""
+        """Item 0, whose structure, shapes and types all other items must share."""
         return self.item(0)
 
     def item(self, i: int) -> tuple[list[tuple[str, np.ndarray]], Any]:

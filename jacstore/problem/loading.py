@@ -1,4 +1,4 @@
-"""In: the text `path/to/file.py:name` or `package.module:name`. Out: the `Problem` or `TorchProblem` that it names."""
+"""Load the `Problem` or `TorchProblem` that `path/to/file.py:name` or `package.module:name` names."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def load_target(text: str) -> Problem | TorchProblem:
     where, name = _parts(text)
     is_file = where.endswith(".py") or os.sep in where
     path = Path(where).absolute()
-    # Of a name that is too long Path.is_file raises.
+    # Path.is_file raises for a name that is too long.
     if is_file and not os.path.isfile(path):
         raise InvalidRequestError(f"target {text!r}: there is no file {where}; {_ALLOWED}")
     with _importable(path.parent if is_file else Path.cwd()), _naming(text):

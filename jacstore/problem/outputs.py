@@ -1,4 +1,4 @@
-"""In: a user's `apply`. Out: `(selected, rest, example) -> (K,)`, its outputs flattened, and the choice among them."""
+"""Flatten the outputs of a user's `apply` into `(selected, rest, example) -> (K,)`, and choose among them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def checked_outputs(outputs: Any) -> str | tuple[int, ...]:
 
 
 def flat_function(apply: Callable[[Any, Any], Any], batched: bool, parameters: Parameters) -> Flat:
-    """All outputs of one example, `(selected, rest, example) -> (K,)`, before any are chosen."""
+    """All outputs of one example, `(selected, rest, example) -> (K,)`, before the choice."""
 
     def flat(selected: list[Any], rest: list[Any], example: Any) -> jax.Array:
         params = parameters.join(selected, rest)
@@ -84,7 +84,7 @@ def flatten_outputs(outputs: Any) -> jax.Array:
 
 
 def chosen(flat: jax.Array, outputs: str | Sequence[int]) -> jax.Array:
-    """The chosen outputs `(K,)` of all."""
+    """Select the chosen outputs `(K,)` from all outputs."""
     if outputs == "all":
         return flat
     if outputs == "sum":
@@ -93,7 +93,7 @@ def chosen(flat: jax.Array, outputs: str | Sequence[int]) -> jax.Array:
 
 
 def count_chosen(n_all: int, outputs: str | Sequence[int]) -> int:
-    """K of a choice among `n_all` outputs, or InvalidRequestError."""
+    """K for a choice among `n_all` outputs, or InvalidRequestError."""
     if isinstance(outputs, tuple) and max(outputs) >= n_all:
         raise InvalidRequestError(
             f"outputs names index {max(outputs)}; apply has {n_all} outputs, 0 to {n_all - 1}; change outputs="
@@ -102,7 +102,7 @@ def count_chosen(n_all: int, outputs: str | Sequence[int]) -> int:
 
 
 def calling(example: Any) -> AbstractContextManager[None]:
-    """Blame `apply` for what is raised inside."""
+    """Report what is raised inside as an error of `apply`."""
     given = ", ".join(f"{path!r}: {leaf.dtype}{list(leaf.shape)}" for path, leaf in paths_and_leaves(example))
     return naming(
         "apply raised",

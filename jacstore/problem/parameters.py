@@ -1,4 +1,4 @@
-"""In: params and a selection. Out: the leaves that the Jacobian has columns for, and the others, each with a reason."""
+"""Split parameters into the leaves that the Jacobian has columns for and the others, each with a reason."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jacstore.problem.pytrees import computed, dtype_of, is_kind, own, paths_and
 from jacstore.problem.user_errors import kind_of, naming
 
 PATHS_SHOWN = 5
-# Names of what training keeps beside the parameters: collections and leaves of Flax, Haiku, Keras and PyTorch.
+# Names of state that training keeps beside the parameters: collections and leaves of Flax, Haiku, Keras, PyTorch.
 STATE = r"(^|[/.])(batch_stats|running_(mean|var)|moving_(mean|var|variance))([/.]|$)"
 
 
@@ -30,7 +30,7 @@ class SelectedLeaf:
 
 
 def state_among(paths: Iterable[str]) -> str:
-    """A warning of selected leaves that look like running statistics, or nothing."""
+    """A warning about selected leaves that look like running statistics; empty if there are none."""
     found = [path for path in paths if re.search(STATE, path)]
     if not found:
         return ""
@@ -42,7 +42,7 @@ def state_among(paths: Iterable[str]) -> str:
 
 
 def check_select(select: Any) -> None:
-    """Refuse what selects nothing anywhere: no regular expression, no predicate."""
+    """Refuse a `select` that is neither a regular expression nor a predicate."""
     if select is None or callable(select):
         return
     if not isinstance(select, str):

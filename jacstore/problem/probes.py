@@ -1,4 +1,4 @@
-"""In: a function and example 0. Out: nothing, or the refusal of what is no function of params and one example."""
+"""Refuse a function that is not a function of parameters and one example, by probing it on example 0."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def probe(
     batched_apply: Callable[[Any, Any], Any] | None,
     two_at_once: bool = False,
 ) -> np.ndarray:
-    """Check on example 0 that outputs are finite, repeatable, and those of one example; returns them `(K,)`.
+    """Check on example 0 that outputs are finite, repeatable and of one example alone; return them `(K,)`.
 
     Parameters
     ----------
@@ -78,12 +78,12 @@ def outputs_of(flat: Flat, parameters: Parameters, example: Any) -> np.ndarray |
 
 
 def probe_upcast(as_given: np.ndarray | None, in_float64: np.ndarray) -> None:
-    """Check that computing in float64 leaves the function what it is.
+    """Check that the function computes the same in float64.
 
     Raises
     ------
     InvalidFunctionError
-        If the outputs in float64 are others than in the parameters' own precision.
+        If the outputs in float64 differ from those in the parameters' own precision.
     """
     if as_given is None:
         return
@@ -102,7 +102,7 @@ def probe_upcast(as_given: np.ndarray | None, in_float64: np.ndarray) -> None:
 def _two_calls(flat: Flat, parameters: Parameters, example: Any, two_at_once: bool) -> tuple[np.ndarray, np.ndarray]:
     """Outputs of two calls, each traced anew; a program that comes out the same both times is compiled once."""
     if two_at_once:
-        # Where it cannot be computed for two examples it is the build that says so.
+        # If it cannot be computed for two examples, the build reports it.
         with suppress(Exception):
             once, again = _called_twice(of_two(flat), (parameters.selected, parameters.rest, twice(example)))
             return once[0], again[0]
@@ -122,10 +122,10 @@ def _called_twice(function: Flat, arguments: tuple[Any, ...]) -> tuple[np.ndarra
 
 
 def _or_forgotten(call: Callable[[], Any]) -> Any:
-    """A call that traces, once more with JAX's caches emptied where JAX mixes types that it kept.
+    """Call a function that traces, and again with JAX's caches emptied if JAX mixed types that it had cached.
 
-    JAX 0.10 keeps what it made of an array that a function closes over, also where 64-bit types were switched on or off
-    since, and then refuses to add 32-bit and 64-bit numbers.
+    JAX 0.10 caches the arrays that a function closes over even if 64-bit types were switched on or off since, and then
+    refuses to add 32-bit and 64-bit numbers.
     """
     try:
         return call()

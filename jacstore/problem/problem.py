@@ -1,7 +1,8 @@
-"""In: a user's function, parameters and data. Out: a probed, fingerprinted `function(selected, rest, example) -> (K,)`.
+"""The public `Problem`, and its preparation: a probed, fingerprinted `function(selected, rest, example) -> (K,)`.
 
-`Problem` holds what the user gave and reads examples. `prepare` splits the parameters into the leaves that a Jacobian
-is taken for and the rest, traces the function, probes that it is a function of one example, and hashes all of it.
+`Problem` holds the user's function, parameters and data, and reads examples. `prepare` splits the parameters into the
+leaves that the Jacobian has columns for and the rest, traces the function, probes that it is a function of one example,
+and hashes everything that decides the result.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Problem:
     Raises
     ------
     InvalidRequestError
-        If a field cannot be what it has to be. No data is read here.
+        If a field has the wrong type or value. No data is read here.
     """
 
     apply: Callable[[Any, Any], Any]
@@ -116,11 +117,11 @@ class Prepared:
     left_out
         (path, reason) of every other leaf.
     selected, rest
-        Arrays of the selected leaves and of the others; what is no array is closed over by `function`.
+        Arrays of the selected leaves and of the others; `function` closes over leaves that are no arrays.
     function
         `function(selected, rest, example) -> (K,)`, traceable; call it inside `precision_context`.
     read
-        `read(start, stop)`: as `Problem.read`, in the types that are computed in.
+        `read(start, stop)`: as `Problem.read`, in the types used for computing.
     input_bytes
         Bytes of one example as it is read, and of what is held beside the examples while some are read.
     lowest
@@ -150,7 +151,7 @@ class Prepared:
         """`requested` in the words of what a store holds, which an earlier version may have written."""
         if not by_text_of_jax(found.get("function")):
             return self.requested
-        # That text depends on what caches hold, which were emptied before it was made.
+        # That text depends on the state of JAX's caches, which were emptied before it was made.
         with traced_anew():
             return {**self.requested, "function": hash_text_of_jax(self.trace())}
 
@@ -167,7 +168,7 @@ def precision_context(float64: bool) -> Iterator[None]:
 
 @contextmanager
 def own_code() -> Iterator[None]:
-    """Promote shapes and types as NumPy does, whatever the user asks JAX to refuse: for what is not the user's code."""
+    """Promote shapes and types as NumPy does inside jacstore's own code, whatever the user has told JAX to refuse."""
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         yield
 

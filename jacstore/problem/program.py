@@ -1,7 +1,7 @@
-"""In: a jaxpr. Out: its text, the same whenever, wherever and after whatever else it is traced.
+"""A text of a jaxpr that is the same in every process, whatever was traced before.
 
-JAX's own text names a part that two equations share once and refers to it; which parts are shared depends on what its
-caches still hold. Here every part stands for its content, and variables are numbered by position.
+JAX's own text prints a part that two equations share only once and refers to it; which parts are shared depends on what
+JAX's caches still hold. Here every part is printed in full and variables are numbered by position.
 """
 
 from __future__ import annotations

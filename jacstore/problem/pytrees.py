@@ -1,4 +1,4 @@
-"""In: a pytree. Out: its leaves, each with a path, a type, and an array of the type that JAX computes in."""
+"""Leaves of pytrees with their paths and types, and as arrays of the types that JAX computes in."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _component(entry: Any) -> str:
 
 
 def dtype_of(leaf: Any) -> Any:
-    """The type of an array leaf; None for a leaf that is no array and is closed over.
+    """The type of an array leaf; None for a leaf that is not an array and is closed over.
 
     Python ints and bools are closed over: networks branch on them and use them as sizes, which no traced value allows.
     """
@@ -64,7 +64,7 @@ def is_kind(dtype: Any, kind: Any) -> bool:
 
 
 def type_name(leaf: Any) -> str:
-    """What to call the type of a leaf, array or not."""
+    """A name for the type of a leaf, array or not."""
     return kind_of(leaf) if dtype_of(leaf) is None else str(dtype_of(leaf))
 
 

@@ -1,4 +1,4 @@
-"""In: a module of PyTorch, its examples and which outputs. Out: the value that a target names."""
+"""The value that a target file defines for PyTorch: a module, its examples and the choice of outputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class TorchProblem:
-    """What `jacstore.torch.build` is of, so that a target can name it.
+    """A module, inputs and outputs for `jacstore.torch.build`, in a form that a target file can define.
 
     Attributes
     ----------

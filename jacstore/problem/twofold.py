@@ -1,8 +1,8 @@
-"""In: a function of one example. Out: its program, compiled quickly because it runs for few examples.
+"""Compile a function of one example quickly, for checks that run it on few examples.
 
-On a CPU, XLA writes code of its own for each product of a matrix with a vector, and LLVM takes some 20 ms for it; that
-of a matrix with two vectors it leaves to a library. Where a function allows it, checks therefore compute two copies of
-an example at once, and a network of a hundred layers compiles in a tenth of the time.
+On a CPU, XLA generates code for each product of a matrix with a vector, which costs LLVM some 20 ms each; a product of
+a matrix with two vectors is left to a library. Where the function allows it, checks therefore compute two copies of an
+example at once, and a network of a hundred layers compiles in a tenth of the time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jacstore.base.devices import device
 # LLVM takes most of the time that a deep network takes to compile. No pass of XLA's is left out: without fusion, a
 # transform of two signals was transposed wrongly.
 QUICK = {"xla_backend_optimization_level": 0}
-# What a batch computes in another way than one example, or at twice the cost.
+# Primitives that a batch computes differently from one example, or at twice the cost.
 OTHERWISE = {"cond", "while", "conv_general_dilated", "custom_vmap_call", "shard_map"}
 
 
@@ -39,7 +39,7 @@ def of_two(function: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any]
 
 
 def compiled_quickly(lowered: Any) -> Callable[..., Any]:
-    """Compiled in the shortest time rather than well."""
+    """Compile with options that make compilation fast rather than the program."""
     if device().platform == "cpu":
         try:
             return lowered.compile(compiler_options=QUICK)

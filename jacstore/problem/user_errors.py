@@ -39,7 +39,7 @@ def one_line(error: BaseException) -> str:
 
 
 def _said(error: BaseException) -> str:
-    """What an exception says; nothing if saying it fails as well."""
+    """The message of an exception; empty if its `__str__` raises."""
     try:
         return str(error.msg or "") if isinstance(error, SyntaxError) else str(error)
     except Exception:

@@ -1,7 +1,7 @@
 """The compiled device pass, which turns a batch of examples into rows, factors, norms and outputs.
 
-One example's backward pass is run for unit cotangents, K of them by `vmap`, in slices when K rows of a batch are too
-large. Examples are a second `vmap`, so nothing couples them, and weights stay unbatched.
+The backward pass of one example is run for unit cotangents, K of them by `vmap`, in slices where K rows of a batch are
+too large. A second `vmap` runs over examples, so that nothing couples them, and weights stay unbatched.
 """
 
 from __future__ import annotations

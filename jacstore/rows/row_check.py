@@ -1,8 +1,8 @@
-"""A check of every unit before it is stored: `uᵀ J` of some examples by one plain backward pass.
+"""Check every unit before it is stored: compare `uᵀ J` of some examples with one plain backward pass.
 
-Terms are found once, in the program of one example. What they give is compared, leaf by leaf, with `jax.vjp` of the
-user's function for a random cotangent `u` `(K,)` at random examples of each unit. The plain pass shares nothing with
-the cut program, and is compiled quickly rather than well: it runs for few examples.
+Terms are found once, in the program of one example. The rows that they give are compared, leaf by leaf, with `jax.vjp`
+of the user's function for a random cotangent `u` `(K,)` at random examples of each unit. The plain pass shares nothing
+with the cut program, and is compiled quickly rather than well, because it runs for few examples.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""In: rows of batches as they come from the device. Out: a whole unit, handed to the writer with its inputs' hash."""
+"""Collect the rows of batches into whole units, hash their inputs, and hand them to the writer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: the accumulators of a running item. Out: files that let the item go on after a kill."""
+"""Save the accumulators of a running item, so that it can continue after a kill."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jacstore.storage.ledger import Ledger
 
 # Checkpoints may take this share of the time; a kill then loses at most their cost divided by it.
 CHECKPOINT_SHARE = 0.05
-# What writing a first checkpoint is taken to cost, in bytes per second, until one has been timed.
+# Assumed speed of writing the first checkpoint, in bytes per second, until one has been timed.
 CHECKPOINT_SPEED = 3e8
 
 
@@ -32,7 +32,7 @@ class Holder(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointRecord(Open):
-    """What the record of a checkpoint says: the first slab that is not in the sums, and their checksums."""
+    """The record of a checkpoint: the first slab that is not in the sums, and the checksums of the sums."""
 
     slab: int
     checksums: tuple[int, ...]
@@ -48,7 +48,7 @@ class Checkpoints:
         self.last = time.perf_counter()
 
     def due(self) -> bool:
-        """Whether checkpoints keep within their share of the time if one is written now."""
+        """Whether writing a checkpoint now keeps checkpoints within their share of the time."""
         return isinstance(self.kernel.files, Folder) and time.perf_counter() - self.last > self.cost / CHECKPOINT_SHARE
 
     def save(self, slab: int, totals: Iterable[np.ndarray]) -> None:
@@ -92,7 +92,7 @@ class Checkpoints:
 
 
 class NoCheckpoints:
-    """For work that is too little to be kept half done."""
+    """Checkpoints that save nothing, for work too small to be continued half done."""
 
     def due(self) -> bool:
         """Never."""

@@ -1,9 +1,9 @@
-"""In: pieces of an array. Out: the bytes of Zarr v3 chunk and shard files, with the checksum of every piece, and back.
+"""Encode pieces of arrays into Zarr v3 chunk and shard files, and decode them with every checksum verified.
 
 Why not through a Zarr library: each piece must be checked against the ledger before its bytes are trusted, a slab is
-read straight into the caller's buffer, and every byte read is counted. The files are plain Zarr v3 all the same:
-codecs `bytes`, `blosc` where asked for, and `crc32c`; shards end with the index that `sharding_indexed` defines. The
-tests read them with zarr-python.
+read straight into the caller's buffer, and every byte read is counted. The files are plain Zarr v3 all the same: codecs
+`bytes`, `blosc` where asked for, and `crc32c`; shards end with the index that `sharding_indexed` defines. The tests
+read them with zarr-python.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class ArrayLayout:
     def pieces_within(self, at: tuple[int, ...], first: int, last: int) -> Iterator[tuple[int, tuple[slice, ...]]]:
         """Index and region of each piece of a file that holds any of the last axis' columns `first` to `last`.
 
-        Only for arrays whose files are cut along the last axis alone, as those of stores are.
+        Only for arrays whose files are cut along the last axis alone, as in stores.
         """
         start, width = at[-1] * self.per_file[-1], self.piece[-1]
         low, high = max(0, first // width - start), min(self.per_file[-1], -(-last // width) - start)
@@ -124,7 +124,7 @@ class ArrayLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
-    """What a file must hold: for each piece its offset, encoded size without checksum, and crc32c (size 0: absent)."""
+    """The contents of a file: for each piece its offset, encoded size without checksum, and crc32c (size 0: absent)."""
 
     size: int
     pieces: tuple[tuple[int, int, int], ...]
@@ -178,7 +178,7 @@ class FileRecord:
 
 
 class FileEncoder:
-    """Turns the pieces of one file into its bytes, one at a time, and keeps what the record needs."""
+    """Encode the pieces of one file, one at a time, and collect the numbers for its record."""
 
     def __init__(self, layout: ArrayLayout) -> None:
         self.layout = layout
@@ -205,7 +205,7 @@ class FileEncoder:
         return [end]
 
     def record(self) -> FileRecord:
-        """What was encoded so far."""
+        """The record of the pieces encoded so far."""
         return FileRecord(size=self._offset, pieces=tuple(self._pieces))
 
 
@@ -215,7 +215,7 @@ def raw(array: np.ndarray) -> memoryview:
 
 
 def page_aligned(shape: Sequence[int], dtype: str) -> np.ndarray:
-    """An empty array that begins at a page, as what is written past the page cache has to."""
+    """An uninitialised array that begins at a memory page, as writing past the page cache requires."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.empty(size + PAGE, np.uint8)
     start = -memory.ctypes.data % PAGE
@@ -248,7 +248,7 @@ def decode(body: memoryview, record: tuple[int, int, int], out: np.ndarray, layo
         if not np.may_share_memory(encoded, flat):
             flat[:] = encoded
         return
-    # Blosc would leave what a shorter body does not cover as it was.
+    # Blosc would leave the part that a shorter body does not cover unchanged.
     if len(body) < 16 or int.from_bytes(body[4:8], "little") != flat.nbytes:
         raise DamagedDataError(f"{name}: bytes {record[0]} to {record[0] + record[1]} are not a piece of this array")
     try:

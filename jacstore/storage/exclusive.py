@@ -27,7 +27,7 @@ PAUSE_SECONDS = 0.01
 
 @contextlib.contextmanager
 def held(path: Path) -> Iterator[None]:
-    """Be the one that holds `path`; wait for whoever does."""
+    """Hold `path` inside the block; wait for whoever holds it."""
     mine = _claim()
     since, seen = time.monotonic(), ""
     while not _create(path, mine):
@@ -42,13 +42,13 @@ def held(path: Path) -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(OSError):
-            # Another one took it for dead: theirs stays.
+            # Another process took this one for dead and holds the file now: it stays.
             if path.read_bytes() == mine:
                 path.unlink()
 
 
 def _claim() -> bytes:
-    """This process, as no other one has ever been."""
+    """A text that identifies this process and no other one."""
     pid = os.getpid()
     owner = {"host": machine.hostname(), "boot": machine.boot_id(), "pid": pid, "start": machine.process_start(pid)}
     return json.dumps({**owner, "token": uuid.uuid4().hex}).encode()

@@ -1,4 +1,4 @@
-"""In: an index as Dask hands it on. Out: the block that must be read, and how to pick from it."""
+"""Resolve NumPy-style indices into the block that must be read and an index within it."""
 
 from __future__ import annotations
 

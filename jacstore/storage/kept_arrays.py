@@ -1,6 +1,6 @@
-"""In: a kernel's folder and records. Out: the factorizations that solvers keep in it, their bytes, their removal.
+"""List and remove the factorizations that solvers keep in the folder of a kernel.
 
-They save time and nothing else: all of them can be computed again from the kernel.
+They only save time: all of them can be computed again from the kernel.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOCKS = {"cholesky": 2_000_000, "eigh": 2_000_001}
 
 @dataclass(frozen=True, kw_only=True)
 class FactorRecord(Open):
-    """What the record of a factorization says: the kernel it is of, what was added to its diagonal, its norm, files."""
+    """The record of a factorization: its kernel's hash, the number added to the diagonal, the norm, and the files."""
 
     of: str
     alpha: float | None
@@ -44,12 +44,11 @@ class KeptFactorization:
     method
         cholesky, for one alpha, or eigh, for any.
     alpha
-        What was added to the diagonal; None for eigh, and where its record is missing or damaged.
+        The number added to the diagonal; None for eigh, and if the record is missing or damaged.
     bytes
         Bytes of its files.
     usable
-        Whether it is of the bytes that the kernel has now; if not, it is computed again and replaced when it is asked
-        for.
+        Whether it was computed from the present bytes of the kernel; if not, it is computed again when it is needed.
     """
 
     method: str
@@ -71,7 +70,7 @@ def read_record(ledger: Ledger, method: str) -> FactorRecord | None:
 
 
 def kept_factorizations(files: Files, ledger: Ledger, content: Callable[[], str]) -> list[KeptFactorization]:
-    """What is kept in a kernel's folder; `content` tells the hash of the bytes that the kernel has now."""
+    """The factorizations kept in a kernel's folder; `content` returns the hash of the kernel's present bytes."""
     if not isinstance(files, Folder):
         return []
     found = []
@@ -85,7 +84,7 @@ def kept_factorizations(files: Files, ledger: Ledger, content: Callable[[], str]
 
 
 def drop_factorizations(files: Folder, ledger: Ledger) -> None:
-    """Remove what is kept.
+    """Remove the factorizations that are kept.
 
     Raises
     ------

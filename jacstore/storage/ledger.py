@@ -1,6 +1,7 @@
-"""In: what has been finished, and what was asked for. Out: records on disk, refusals, and locks.
+"""Records of finished work, comparison of requests, and locks on ranges of work.
 
-One small JSON file a finished piece of work. Only such a record makes work done; it is written last and in one step.
+There is one small JSON file per finished piece of work. Only this record makes the work done; it is written last and in
+one step.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ class Ledger:
     Parameters
     ----------
     owner
-        What records belong to: one of another store, or of an earlier attempt with other choices, is not taken.
+        Hash of what the records belong to; a record of another store, or of an attempt with other choices, is refused.
     totals
-        How many pieces of work there are of each kind that is listed; a record beyond them counts for nothing.
+        Number of pieces of work of each listed kind; records beyond it are ignored.
     sealed
-        Whether every record has a seal; those that an earlier version wrote have none.
+        Whether every record has a seal; records of earlier versions have none.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Ledger:
         return found
 
     def seal(self, kind: str, number: int, facts: Mapping[str, Any]) -> str:
-        """A hash of a record and of what it belongs to."""
+        """A hash of a record together with its owner, kind and number."""
         return short_hash([self.owner, kind, number, facts])
 
     def forget(self, kind: str, number: int) -> None:
@@ -95,7 +96,7 @@ class Ledger:
 
 
 def readable(read: Callable[[int], Record], numbers: Iterable[int]) -> tuple[list[Record], list[int]]:
-    """The records that can be read, and the numbers of those that are damaged: a report goes on without them."""
+    """The records that can be read, and the numbers of damaged ones, which a report leaves out."""
     found, damaged = [], []
     for number in numbers:
         try:
@@ -165,7 +166,7 @@ class Owner(Open):
 
 @dataclass(frozen=True, kw_only=True)
 class Checksum(Open):
-    """What the record of a single file says."""
+    """The record of a single file."""
 
     crc32c: int
 
@@ -230,7 +231,7 @@ class Lock:
                 self.path.unlink(missing_ok=True)
 
     def _try_claim(self) -> bool:
-        """Claim unless somebody alive holds an overlapping range; wait for what cannot be judged from here."""
+        """Claim the range unless a live process holds an overlapping one; wait for locks of other hosts."""
         with self._guard():
             remote = [path for path in self._overlapping() if not self._take_over(path)]
             if not remote:
@@ -259,14 +260,14 @@ class Lock:
         return found
 
     def _bytes(self, path: Path) -> bytes:
-        """What a lock says; nothing if it is gone."""
+        """The bytes of a lock file; empty if it is gone."""
         try:
             return self.files.read(f"{FOLDER}/{path.name}")
         except FileNotFoundError:
             return b""
 
     def _read(self, path: Path) -> Owner | None:
-        """Who a lock names; None if it is gone or torn."""
+        """The owner that a lock names; None if the file is gone or torn."""
         try:
             return typed(Owner, parse(self._bytes(path), path.name), path.name)
         except DamagedDataError:

@@ -1,7 +1,7 @@
-"""In: what samples were asked for and where. Out: passes that are kept until the samples are, and the finished file.
+"""Files of posterior samples, and the finished passes that are kept until the samples are complete.
 
-Beside `FILE.npy` stands a folder `FILE.npy.work` with the request, what finished passes gave, and the record that makes
-the file count.
+Beside `FILE.npy` stands a folder `FILE.npy.work` with the request, the results of finished passes, and the record that
+makes the file count.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SampleFile:
             raise RunInterruptedError(f"interrupted; run the same call again{where}")
 
     def choice(self, name: str, value: str, allowed: Sequence[str]) -> str:
-        """A choice made now, or the one that an earlier attempt made."""
+        """A choice: the one that an earlier attempt recorded, or `made` now."""
         if self.path is None:
             return value
         if not self.ledger.done(CHOICE):
@@ -63,11 +63,11 @@ class SampleFile:
         return str(found)
 
     def folder(self, name: str) -> Path | None:
-        """A folder for what keeps itself."""
+        """A subfolder for results that have records of their own."""
         return None if self.path is None else self.work.root / name
 
     def array(self, name: str, compute: Callable[[], np.ndarray]) -> np.ndarray:
-        """What a finished pass gave, or what `compute` gives now."""
+        """The result of a finished pass, or of `compute` now."""
         self.stop()
         if self.path is None:
             return compute()
@@ -84,7 +84,7 @@ class SampleFile:
         Raises
         ------
         DamagedDataError
-            If the file is not what was written.
+            If the file differs from what was written.
         """
         if self.path is None or not self.ledger.done(DONE):
             return None
@@ -94,7 +94,7 @@ class SampleFile:
             raise DamagedDataError(f"{self.path}: {error}; draw again with --overwrite (overwrite=True)") from None
 
     def _checked(self, folder: Folder, name: str, kind: str) -> np.ndarray:
-        """An array that was written, if it is what its record says."""
+        """An array that was written, if it matches its record."""
         return _checked(folder, name, typed(Checksum, self.ledger.read(kind, 0)).crc32c)
 
     def finish(self, samples: np.ndarray) -> np.ndarray:
@@ -110,7 +110,7 @@ class SampleFile:
         return samples
 
     def clear(self, kinds: Iterable[str]) -> None:
-        """Forget records of these kinds, in this order, and remove what they stand for."""
+        """Forget records of these kinds, in this order, and remove their files."""
         shutil.rmtree(self.work.root / "ggn", ignore_errors=True)
         for kind in kinds:
             self.ledger.forget(kind, 0)
@@ -130,7 +130,7 @@ def kept_in(
     Raises
     ------
     InvalidRequestError
-        If `out` is no `.npy` file, or a file that this did not write.
+        If `out` does not end in `.npy`, or is a file that jacstore did not write.
     """
     if out is None:
         yield SampleFile(None, stop)

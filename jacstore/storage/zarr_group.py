@@ -26,7 +26,7 @@ KINDS = ("store", "kernel")
 
 
 def versions() -> dict[str, str]:
-    """Versions of what decides the numbers and the bytes."""
+    """Versions of the packages that decide the numbers and the bytes."""
     found = {"python": platform.python_version()}
     for package in ("jacstore", "numpy", "jax", "zarr", "numcodecs", "dask", "torch"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -166,7 +166,7 @@ def creating(files: Files, where: str, known: Sequence[str], overwrite: bool, li
 
 
 def begun(out: str | Path | None, memory: int, known: Sequence[str]) -> Folder | None:
-    """What a run would continue, looked at without writing; None where it would begin.
+    """The folder that a run would continue, without writing to it; None if the run would begin a new one.
 
     Raises
     ------
@@ -181,7 +181,7 @@ def begun(out: str | Path | None, memory: int, known: Sequence[str]) -> Folder |
 
 
 def _refuse_foreign(files: Folder, where: str, known: Sequence[str]) -> set[str]:
-    """Refuse a folder of others; returns what a kill at the last moment of a creation left, Zarr's temporary file."""
+    """Refuse a folder with foreign files; return the temporary files of Zarr that a kill during creation left."""
     dead: set[str] = set()
     if files.root.is_dir():
         names = {entry.name for entry in os.scandir(files.root)}
@@ -197,7 +197,7 @@ def _refuse_foreign(files: Folder, where: str, known: Sequence[str]) -> set[str]
 
 
 def _clear(files: Folder, where: str, known: Sequence[str], listener: Listener) -> None:
-    """Delete what `--overwrite` replaces, unless somebody alive works on it."""
+    """Delete what `--overwrite` replaces, unless a live process works on it."""
     _refuse_foreign(files, where, known)
     if files.size(ROOT) is not None:
         read_attributes(files, where)

@@ -1,4 +1,4 @@
-"""In: rows of a first batch, and how fast they are computed and written. Out: the codec that takes the least time."""
+"""Choose the codec that takes the least time to compute, encode and write, measured on a first batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jacstore.store.layout import PIECE_BYTES
 
 
 def fastest_codec(sample: list[np.ndarray], disk_speed: float, computing: float = 0.0) -> str:
-    """The codec with the least expected time to compute, encode and write: measured on rows of a first batch.
+    """The codec with the least expected time to compute, encode and write, measured on rows of a first batch.
 
     Float rows seldom compress by more than a tenth, but rows of a ReLU network on sparse images are mostly zeros.
 
@@ -26,7 +26,7 @@ def fastest_codec(sample: list[np.ndarray], disk_speed: float, computing: float 
     disk_speed
         Bytes a second.
     computing
-        Seconds that the cores which encode take to compute a byte; 0 where an accelerator does that.
+        Seconds per byte that the encoding cores spend on computing rows; 0 where an accelerator computes them.
     """
     rows = [leaf[:, 0] for leaf in sample]
     kept = max(1, 4 * PIECE_BYTES // sum(row[0].nbytes for row in rows))

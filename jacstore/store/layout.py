@@ -51,7 +51,7 @@ class Side:
 class StorePlan:
     """How `(N, K, P_dense)` rows are cut: `unit_size` examples per unit, `piece_columns` per piece, pieces per file.
 
-    `factor_bytes` of factors come with each example; `n_columns` is 0 where there are factors alone.
+    Each example has `factor_bytes` bytes of factors; `n_columns` is 0 where all leaves are factored.
     """
 
     n_examples: int
@@ -123,7 +123,7 @@ def plan_store(
     files = max(1, -(-unit_size * example_bytes // file_bytes))
     rounded = -(-files // IO_THREADS) * IO_THREADS
     if 1 < files < pieces and rounded * -(-n_examples // unit_size) <= MAX_FILES // 2:
-        # A unit's files are written several at a time: a last one alone would leave the disk half idle.
+        # The files of a unit are written several at a time; a single last file would leave the disk half idle.
         files = rounded
     per_file = -(-pieces // min(files, pieces))
     plan = StorePlan(

@@ -1,7 +1,7 @@
-"""Parse and check the root attributes of a store or kernel, or raise `DamagedDataError`.
+"""Parse and check the root attributes of a store, or raise `DamagedDataError`.
 
-A checksum guards attributes against accidents. What is checked here holds for those made up as well: no name leads out
-of the folder, no size is beyond its array, every tile and every column has its place.
+A checksum guards attributes against accidents. The checks here also hold for made-up attributes: no name leads out of
+the folder, no size exceeds its array, and every column has its place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LARGEST_ARRAY = 2**63 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class Numerics(Open):
-    """What decided the digits of a store or kernel."""
+    """The types, errors and device that decided the digits of a store or kernel."""
 
     lowest: str | None = None
     rounded_to: str | None = None
@@ -38,7 +38,7 @@ class Numerics(Open):
 
 @dataclass(frozen=True, kw_only=True)
 class StoreChoices(Open):
-    """What was resolved when a store was created."""
+    """The choices that were resolved when a store was created."""
 
     dtype: str
     codec: str

@@ -1,7 +1,7 @@
 """Squared norms of rows from the stored numbers, and how far they may be from the exact ones.
 
-The exact ones were taken on the device before rows were rounded. A kernel's diagonal is compared with them when it is
-assembled, and again by `verify`.
+The exact norms were taken on the device, before rows were rounded for storage. The diagonal of a kernel is compared
+with them when it is assembled, and again by `verify`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ AT_ONCE = 100_000
 
 
 def leaf_row(store: JacobianStore, leaf: Leaf, n: int, k: int) -> np.ndarray:
-    """One row of one leaf in float64, `(size,)`, made from the stored numbers."""
+    """One row of one leaf in float64, `(size,)`, computed from the stored numbers."""
     if leaf.dense:
         row = np.empty(leaf.size)
         for a in range(0, leaf.size, AT_ONCE):
@@ -75,7 +75,7 @@ def _pair_bytes(store: JacobianStore, leaf: Leaf) -> int:
 
 
 def allowance(store: JacobianStore, leaf: Leaf, n: int, k: int, more: float = 0.0) -> float:
-    """How far the squared norm of one leaf's row may be from the exact one, from what the row is summed from.
+    """How far the squared norm of one leaf's row may be from the exact one, from the terms that the row is summed from.
 
     `more` is a further relative error, of products that form a kernel's diagonal.
     """
@@ -94,10 +94,10 @@ def allowance(store: JacobianStore, leaf: Leaf, n: int, k: int, more: float = 0.
 def largest_difference(
     found: np.ndarray, exact: np.ndarray, bound: float, allowed: Callable[[tuple[int, ...]], float]
 ) -> tuple[float, float, tuple[int, ...] | None]:
-    """The largest relative difference of squared norms, what it may be, and the first place out of bound, or None.
+    """The largest relative difference of squared norms, its bound, and the first place out of bound, or None.
 
-    `allowed` gives the absolute difference that a place beyond `bound` may have, infinite where numbers are known to be
-    NaN or infinite: sums that cancel keep the rounding of their terms, so the common bound is not the last word.
+    `allowed` gives the acceptable absolute difference at a place beyond `bound`, infinite where numbers are known to be
+    NaN or infinite: sums that cancel keep the rounding of their terms, so a place may exceed the common bound.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         off = np.where(found == exact, 0.0, np.abs(found - exact))

@@ -1,4 +1,4 @@
-"""In: a store on disk or in RAM. Out: what it holds: rows, outputs, norms and facts, every piece checked when read.
+"""The public `JacobianStore`: rows, outputs, norms and facts of a store, every piece checked when it is read.
 
 A unit is a run of consecutive examples and everything about them. It owns whole files; its record makes it exist.
 """
@@ -38,7 +38,7 @@ from jacstore.terms.kinds import Constant, Leaf, Operand, expand
 
 @dataclass(frozen=True, kw_only=True)
 class Rounding(Open):
-    """What rounding does to kernel entries, seen in a row of a unit."""
+    """The effect of rounding on kernel entries, observed in a row of a unit."""
 
     gain: float
     amplification: float
@@ -47,13 +47,13 @@ class Rounding(Open):
 
 @dataclass(frozen=True, kw_only=True)
 class UnitRecord(Open):
-    """What the record of a unit says, as far as reading needs it."""
+    """The fields of a unit's record that reading needs."""
 
     start: int
     stop: int
     bytes: int
     zero_rows: int
-    # Numbers of the leaves whose part of every row is zero; records of earlier versions do not say.
+    # Numbers of the leaves whose part of every row is zero; missing in records of earlier versions.
     zero_leaves: tuple[int, ...] = ()
     nonfinite_examples: tuple[int, ...]
     files: dict[str, Any]
@@ -72,7 +72,7 @@ class JacobianStore:
     leaves
         The selected parameter arrays in column order: path, shape, offset, terms.
     dtype
-        What rows are stored as: float32, bfloat16, float16 or float64.
+        Type of the stored rows: float32, bfloat16, float16 or float64.
     report
         Counts and seconds of the build that returned this store; empty if it was opened.
     """
@@ -147,7 +147,7 @@ class JacobianStore:
 
     @property
     def side(self) -> Side:
-        """What a gram plan needs to know of this store."""
+        """The facts of this store that a gram plan needs."""
         rows = self.layouts.get("rows")
         return Side(
             n_examples=self.n_examples,
@@ -158,19 +158,19 @@ class JacobianStore:
 
     @property
     def numerics(self) -> dict[str, Any]:
-        """What decided the digits: types of storage, computing, products and sums, and the device."""
+        """The types of storage, computing, products and sums, and the device, which decided the digits."""
         return self._numerics
 
     @property
     def lowest(self) -> str:
-        """The lowest precision in the function; that of the build where rows came from outside."""
+        """The lowest precision in the function; if unknown, the type that rows of the stored type are computed in."""
         return self.choices.numerics.lowest or compute_dtype(self.dtype)
 
     @property
     def rounding(self) -> dict[str, Any]:
-        """How rounding of stored numbers reaches kernel entries, the largest seen in some rows of some units.
+        """The largest effect of rounding on kernel entries that was observed in some rows of some units.
 
-        `gain` is None where none was looked at.
+        `gain` is None if no row was looked at.
         """
         return _largest_rounding(self.unit(unit) for unit in self.ledger.done("unit"))
 
@@ -259,7 +259,7 @@ class JacobianStore:
         return found
 
     def _checked_record(self, unit: int, written: dict[str, Any]) -> UnitRecord:
-        """Refuse a record that cannot be this unit's: other examples, other files, sizes that they cannot have."""
+        """Refuse a record that does not fit this unit: other examples, other files, or impossible sizes."""
         record = typed(UnitRecord, written)
         start, stop = self.unit_range(unit)
         if (record.start, record.stop) != (start, stop):
@@ -339,8 +339,8 @@ class JacobianStore:
     def read_rows(self, start: int, stop: int, first: int, last: int, out: np.ndarray) -> None:
         """Read columns `first` to `last` of J for examples `start` to `stop` into `out`: `(n, K, columns)`.
 
-        Columns of factored leaves are made from their factors. `out` may have another float type than the store; each
-        value is converted once. Every piece is checked against the ledger.
+        Columns of factored leaves are computed from their factors. `out` may have another float type than the store;
+        each value is converted once. Every piece is checked against the ledger.
 
         Raises
         ------
@@ -471,9 +471,9 @@ class JacobianStore:
         )
 
     def mark(self, unit: int, wrong: bool = False) -> None:
-        """Leave a note that makes the next build check this unit's bytes; never worth failing for.
+        """Leave a note that makes the next build check this unit's bytes; a failure to write it is ignored.
 
-        With `wrong` it recomputes the unit although its bytes are those recorded, as long as its record is the same.
+        With `wrong` the build recomputes the unit although its bytes match the record if the record is the same.
         """
         with contextlib.suppress(OSError, InvalidRequestError, DamagedDataError):
             if wrong:
@@ -482,7 +482,7 @@ class JacobianStore:
                 self.ledger.record("suspect", unit, {})
 
     def must_recompute(self, unit: int) -> bool:
-        """Whether a unit that somebody left a note about is wrong: in its bytes, or as it is recorded."""
+        """Whether a unit with a note is wrong, in its bytes or as it is recorded."""
         with contextlib.suppress(DamagedDataError):
             note = self.ledger.read("suspect", unit)
             if note.get("wrong") == short_hash(self.record(unit)):
@@ -536,14 +536,14 @@ class JacobianStore:
                 yield str(self._damaged(unit, layout.name, columns, str(error)))
 
     def sizes_match(self, unit: int) -> bool:
-        """Whether all files of a unit are there with the recorded size: cheap, sees what is missing or torn."""
+        """Whether all files of a unit have the recorded size: a cheap check that finds missing and torn files."""
         try:
             return all(self.files.size(name) == facts[0] for name, facts in self.unit(unit).files.items())
         except DamagedDataError:
             return False
 
     def _whole(self, array: str) -> np.ndarray:
-        """A small array in memory; what is missing is NaN."""
+        """A small array in memory; missing units are NaN."""
         layout = self.layouts[array]
         out = np.full(layout.shape, layout.fill, layout.dtype)
         piece = np.empty(layout.piece, layout.dtype)
@@ -595,7 +595,7 @@ def operand_name(array: str) -> str:
 
 
 def leaf_table(leaves: Sequence[Leaf], operands: Sequence[Operand], n_outputs: int) -> list[LeafFacts]:
-    """For each leaf its path, shape, terms, why these, and numbers stored per example against those of its rows.
+    """For each leaf its path, shape, terms, the reason, and numbers stored per example against those of its rows.
 
     A factor that several leaves share is counted with the largest of them.
     """
@@ -620,7 +620,7 @@ def leaf_table(leaves: Sequence[Leaf], operands: Sequence[Operand], n_outputs: i
 
 
 def _largest_rounding(records: Iterable[UnitRecord]) -> dict[str, Any]:
-    """The largest of what units saw of rounding, as `JacobianStore.rounding`."""
+    """The largest effect of rounding over units, as in `JacobianStore.rounding`."""
     seen = [record.rounding for record in records if record.rounding is not None]
     largest: dict[str, Any] = {"gain": None, "amplification": 1.0, "measured": None}
     return {key: max((getattr(facts, key) for facts in seen), default=unknown) for key, unknown in largest.items()}

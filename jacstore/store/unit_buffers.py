@@ -1,4 +1,4 @@
-"""In: values of a few examples at a time. Out: one unit of an array in memory, in the pieces that its files will hold.
+"""Hold one unit of an array in memory, laid out as the pieces of its files.
 
 Values are put where they are written from, so that nothing is copied twice on its way from the device to the disk.
 """
@@ -69,13 +69,13 @@ class UnitBlock:
                     done += count
 
     def example(self, n: int) -> np.ndarray:
-        """The numbers `(..., columns)` of the unit's n-th example, as they will be read."""
+        """The numbers `(..., columns)` of the unit's n-th example, as a reader will get them."""
         held = np.moveaxis(self._pieces[:, n], 0, -2)
         values = held.reshape(*held.shape[:-2], -1)[..., : self.columns]
         return from_bfloat16(values) if self.dtype == "bfloat16" else values
 
     def weighted(self, n: int, weights: np.ndarray) -> np.ndarray:
-        """`weights @ example(n)` in float64, weights along the first axis; in memory one piece is wide at a time."""
+        """`weights @ example(n)` in float64, weights along the first axis; one piece at a time is converted."""
         parts = []
         for piece in self._pieces[:, n]:
             values = from_bfloat16(piece) if self.dtype == "bfloat16" else piece
@@ -83,7 +83,7 @@ class UnitBlock:
         return np.concatenate(parts, -1)[..., : self.columns]
 
     def clear(self, count: int) -> None:
-        """Fill everything beyond the first `count` examples: the array ends there."""
+        """Put the fill value beyond the first `count` examples, where the array ends."""
         self._pieces[:, count:] = self.layout.fill
 
     def pieces(self, file: int) -> Iterator[np.ndarray | None]:

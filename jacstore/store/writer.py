@@ -1,6 +1,6 @@
 """Writes rows of examples, whoever computed them, a unit at a time, to disk or RAM, and marks what is durable.
 
-Protocol of a unit: sweep what a dead attempt left; write and flush its files; flush the folders; then one record with
+Protocol of a unit: remove what a dead attempt left; write and flush its files; flush the folders; then one record with
 the size and checksum of everything, put in place by rename. Only the record makes the unit exist.
 """
 
@@ -41,7 +41,7 @@ LARGEST = {"float16": 65504.0, "bfloat16": 3.38e38, "float32": 3.4e38, "float64"
 
 
 class StoreWriter:
-    """The public door for rows, whoever computes them: `with StoreWriter(...) as writer: writer.write_unit(...)`.
+    """Write rows computed anywhere into a store: `with StoreWriter(...) as writer: writer.write_unit(...)`.
 
     Opening it again with the same arguments continues; `missing` lists what is left.
 
@@ -129,7 +129,7 @@ class StoreWriter:
         self._lock: Lock | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._done = set(self.store.ledger.done("unit"))
-        # What the page cache cannot hold until it is read is not worth copying there.
+        # A store too large to stay in the page cache until it is read is not worth copying there.
         self._cached = 2 * self.store.bytes_decoded <= machine.available_memory()
 
     def __enter__(self) -> StoreWriter:
@@ -142,7 +142,7 @@ class StoreWriter:
             self._recheck()
             self.reused = len(self.units) - len(self.missing)
         except BaseException:
-            # A block that was never entered gives nothing up by itself.
+            # `with` does not call __exit__ if __enter__ raises.
             self.__exit__(None, None, None)
             raise
         self._entered = True
@@ -260,7 +260,7 @@ class StoreWriter:
         for block in blocks.values():
             block.clear(count)
         small = {"outputs": outputs, "norms": norms}
-        # Seen while the files wait for the disk.
+        # Computed while the files wait for the disk.
         rounding = self._workers().submit(self._rounding, unit, blocks, norms)
         files = self._write_files(unit, blocks, small)
         self.files.sync_folders(files)
@@ -284,7 +284,7 @@ class StoreWriter:
         self.listener(UnitDone(unit=unit, examples=count, bytes_stored=size))
 
     def _rounding(self, unit: int, blocks: Mapping[str, UnitBlock], norms: np.ndarray) -> dict[str, Any]:
-        """What rounding does to the rows of the first example, in a few units."""
+        """The effect of rounding on the rows of the first example, in a few units."""
         if unit % -(-self.store.n_units // ROUNDING_UNITS):
             return {}
         outputs = np.arange(0, self.store.n_outputs, -(-self.store.n_outputs // ROUNDING_OUTPUTS))
@@ -588,7 +588,7 @@ def _operand_layout(operand: Operand, n: int, k: int, unit: int, dtype: str, cod
 def request_of(
     leaves: Sequence[Leaf], n_examples: int, n_outputs: int, dtype: str, more: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What decides the rows of a store; a store that was begun with anything else is not continued."""
+    """The request of a store; a store that was begun from another request is not continued."""
     return {
         "leaves": [[leaf.path, list(leaf.shape)] for leaf in leaves],
         "n_examples": n_examples,

@@ -14,36 +14,41 @@ from jacstore.kernels.diagonal import Diagonal
 from jacstore.kernels.kernel import Kernel
 from jacstore.store.reader import JacobianStore
 from jacstore.verification.report import FAILED, OK, Check, skipped
-from jacstore.verification.tile_checks import EntryBounds, Seen
+from jacstore.verification.tile_checks import EntryBounds, TileFindings
 
 EIGENVALUES = ("largest eigenvalue", "smallest eigenvalue")
-# Kernels of up to this many rows are decomposed; of larger ones so many steps of Lanczos are taken.
+# Kernels of up to this many rows are decomposed; larger ones get this many steps of Lanczos.
 DECOMPOSED, LANCZOS_STEPS = 2000, 16
 
 
 def eigenvalues(
-    kernel: Kernel, seen: Seen, bounds: EntryBounds, stores: list[JacobianStore] | None, draw: np.random.Generator
+    kernel: Kernel,
+    findings: TileFindings,
+    bounds: EntryBounds,
+    stores: list[JacobianStore] | None,
+    draw: np.random.Generator,
 ) -> Iterator[Check]:
-    """The extreme eigenvalues, against how far below zero rounding may take one, and what a factorization needs."""
+    """Check the extreme eigenvalues against how far below zero rounding may take one; say what factorizing needs."""
     why = ""
     if not kernel.plan.symmetric:
         why = "the kernel is between two stores"
-    elif seen.bad or not kernel.complete:
+    elif findings.bad or not kernel.complete:
         why = "tiles are missing or wrong"
-    elif not math.isfinite(seen.frobenius):
+    elif not math.isfinite(findings.frobenius):
         why = "the kernel holds NaN or infinity"
     if why:
         yield from (skipped(name, why) for name in EIGENVALUES)
         return
     lowest, highest, how = _extreme(kernel, draw)
-    # Products that round make a right kernel negative by no more than this: errors of random signs by their norm, and
-    # those to one side, which shrink G as a whole and leave it positive, by what they differ from half of the most.
-    bound = -bounds.error * max(highest, seen.largest_norm * math.sqrt(kernel.shape[-1]))
-    bound -= bounds.one_sided / 2 * math.sqrt(seen.frobenius)
+    # Rounded products make the eigenvalues of a right kernel negative by no more than this: errors of random signs by
+    # their norm; errors to one side, which shrink G as a whole and leave it positive, by their spread around half of
+    # the largest.
+    bound = -bounds.error * max(highest, findings.largest_norm * math.sqrt(kernel.shape[-1]))
+    bound -= bounds.one_sided / 2 * math.sqrt(findings.frobenius)
     if kernel.exact_diagonal and stores:
-        bound -= Diagonal(stores[0], kernel).bound * seen.largest_norm
+        bound -= Diagonal(stores[0], kernel).bound * findings.largest_norm
     unit = ROUNDOFF[kernel.dtype.name] + ROUNDOFF["float64" if kernel.precision == "float64" else "float32"]
-    needed = max(0.0, -lowest) + unit * math.sqrt(seen.frobenius)
+    needed = max(0.0, -lowest) + unit * math.sqrt(findings.frobenius)
     yield Check(name=EIGENVALUES[0], state=OK, figure=highest, where=how)
     yield Check(
         name=EIGENVALUES[1],

@@ -17,12 +17,19 @@ from jacstore.kernels.kernel import Kernel
 from jacstore.store.norms import stored_norms
 from jacstore.store.reader import JacobianStore
 from jacstore.verification.eigenvalue_checks import eigenvalues
-from jacstore.verification.reference import Found, Wanted, stream
+from jacstore.verification.reference import Query, ReferenceValues, stream
 from jacstore.verification.report import Check, Tally, skipped
-from jacstore.verification.tile_checks import EntryBounds, Expected, Seen, TileChecks, outer_norms, squared_norms
+from jacstore.verification.tile_checks import (
+    EntryBounds,
+    StoreValues,
+    TileChecks,
+    TileFindings,
+    outer_norms,
+    squared_norms,
+)
 
 VALUES = ("diagonal", "entries", "products with random weights")
-# Ranges of tiles that weights are restricted to; more would cost more than they tell.
+# Most ranges of tiles that weights are restricted to; more would cost more than they tell.
 MOST_RANGES = 64
 
 
@@ -31,17 +38,17 @@ class KernelChecks:
 
     Attributes
     ----------
-    seen
-        What reading the tiles has shown, those found wrong among it.
+    findings
+        What reading the tiles has shown, including the tiles found wrong.
     store_fault
-        Why the store could not be read, if so.
+        Why the store could not be read; empty if it could.
     """
 
     def __init__(self, kernel: Kernel, stores: list[JacobianStore] | None, why: str, memory: int) -> None:
         self.kernel, self.stores, self.why, self.memory = kernel, stores, why, memory
         self.budget = Budget(memory).split(**VERIFY)
         self.plan = kernel.plan
-        self.seen = Seen()
+        self.findings = TileFindings()
         self.store_fault = ""
         self.bounds = EntryBounds.of(kernel, stores or [])
 
@@ -53,7 +60,7 @@ class KernelChecks:
         weighted = Tally(VALUES[2])
         for index in range(len(self.kernel.layouts)):
             tiles = TileChecks(
-                self.kernel, index, expected[index] if expected else None, self.bounds, self.seen, tallies
+                self.kernel, index, expected[index] if expected else None, self.bounds, self.findings, tallies
             )
             for i, j in self._tiles(index):
                 tiles.read(i, j)
@@ -68,7 +75,7 @@ class KernelChecks:
                 yield skipped(tally.name, "the kernel is between two stores")
             else:
                 yield tally.done()
-        yield from eigenvalues(self.kernel, self.seen, self.bounds, self.stores, draw)
+        yield from eigenvalues(self.kernel, self.findings, self.bounds, self.stores, draw)
 
     def _tiles(self, index: int) -> Iterator[tuple[int, int]]:
         done = set(self.kernel.ledger.done("tiles"))
@@ -77,7 +84,7 @@ class KernelChecks:
                 yield from self.plan.tiles_of(group)
 
     def _records(self) -> Check:
-        """Every tile has a record, and records list the files that there have to be, no others."""
+        """Check that every tile has a record, and that records list exactly the files of their tiles."""
         kernel, tally = self.kernel, Tally("records")
         done = set(kernel.ledger.done("tiles"))
         for number in range(len(self.plan.groups) * len(kernel.layouts)):
@@ -98,8 +105,8 @@ class KernelChecks:
                 )
         return tally.done()
 
-    def _expected(self, samples: int, draw: np.random.Generator) -> tuple[list[Expected] | None, str]:
-        """What each array should give for random weights and entries, from the stores; None and why not."""
+    def _expected(self, samples: int, draw: np.random.Generator) -> tuple[list[StoreValues] | None, str]:
+        """The values that each array should give for random weights and entries; or None, and why they are unknown."""
         if self.stores is None:
             return None, self.why
         try:
@@ -109,7 +116,7 @@ class KernelChecks:
             self.store_fault = str(error)
             return None, "the store cannot be read"
 
-    def _expected_of(self, index: int, samples: int, draw: np.random.Generator) -> Expected:
+    def _expected_of(self, index: int, samples: int, draw: np.random.Generator) -> StoreValues:
         assert self.stores is not None
         rows, cols = self.stores[0], self.stores[-1]
         m, k = cols.n_examples, rows.n_outputs
@@ -124,14 +131,14 @@ class KernelChecks:
         ranges = tuple(self.plan.cols.examples(self.plan.tile, a, b) for a, b in spans)
         entries = self._chosen(samples, known, draw)
         leaves = [index] if self.kernel.leaves else None
-        wanted = Wanted(mode=self.plan.mode, weights=weights, ranges=ranges, entries=entries)
+        query = Query(mode=self.plan.mode, weights=weights, ranges=ranges, entries=entries)
         norms = [squared_norms(store, index if leaves else None) for store in (rows, cols)]
-        found = stream(rows, cols, wanted, self.memory, leaves)
+        values = stream(rows, cols, query, self.memory, leaves)
         if self.kernel.exact_diagonal:
-            self._exchange_diagonal(found, wanted, spans, leaves)
-        return Expected(
-            wanted=wanted,
-            found=found,
+            self._exchange_diagonal(values, query, spans, leaves)
+        return StoreValues(
+            query=query,
+            values=values,
             norms=(norms[0], norms[1]),
             spans=spans,
             known=(known[0], known[1]),
@@ -139,9 +146,9 @@ class KernelChecks:
         )
 
     def _exchange_diagonal(
-        self, found: Found, wanted: Wanted, spans: list[tuple[int, int]], leaves: list[int] | None
+        self, values: ReferenceValues, query: Query, spans: list[tuple[int, int]], leaves: list[int] | None
     ) -> None:
-        """Account for a diagonal of exact norms where that of the stored rows would be."""
+        """Adjust the values for a kernel whose diagonal holds exact norms instead of those of the stored rows."""
         assert self.stores is not None
         store = self.stores[0]
         for unit in range(store.n_units):
@@ -151,10 +158,10 @@ class KernelChecks:
                 leaf = store.leaves[index]
                 stored = stored_norms(store, leaf, start, stop, self.budget["norms"])
                 difference += store.norms[start:stop, :, index] - stored
-            change = wanted.mode.over_outputs(np.nan_to_num(difference) * wanted.weights[start:stop])
+            change = query.mode.over_outputs(np.nan_to_num(difference) * query.weights[start:stop])
             for n in range(start, stop):
                 span = next(at for at, (_, b) in enumerate(spans) if n // self.plan.tile < b)
-                found.products[n, :, 0 if wanted.mode.within_examples else span] += change[n - start]
+                values.products[n, :, 0 if query.mode.within_examples else span] += change[n - start]
 
     def _chosen(
         self, samples: int, known: list[set[int]], draw: np.random.Generator
@@ -188,7 +195,7 @@ class KernelChecks:
                 for store in (self.stores[0], self.stores[-1])
             )
             for i, j in self._tiles(index):
-                if self.seen.bad.get((index, i, j)) is False:
+                if self.findings.bad.get((index, i, j)) is False:
                     continue
                 right_one = again.read_tile(index, i, j)
                 off = np.abs(self.kernel.read_tile(index, i, j) - right_one)

@@ -25,8 +25,8 @@ SLABS_ALIVE = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What is asked of a kernel: products with `weights` `(M, K)` restricted to `ranges` of examples, and entries.
+class Query:
+    """The products and entries to compute: `weights` `(M, K)` restricted to `ranges` of examples, and `entries`.
 
     `entries` are (n, k, m, o); trace sums over outputs, so k and o are 0 there.
     """
@@ -38,7 +38,7 @@ class Wanted:
 
 
 @dataclass(kw_only=True)
-class Found:
+class ReferenceValues:
     """Products `(N, K, ranges)`, K = 1 for trace and one range for blocks, and values of the entries."""
 
     products: np.ndarray
@@ -46,15 +46,15 @@ class Found:
 
 
 def stream(
-    rows: JacobianStore, cols: JacobianStore, wanted: Wanted, memory: int, leaves: Sequence[int] | None = None
-) -> Found:
+    rows: JacobianStore, cols: JacobianStore, query: Query, memory: int, leaves: Sequence[int] | None = None
+) -> ReferenceValues:
     """Products and entries over some leaves, all if not given."""
-    k = wanted.mode.outputs_kept(rows.n_outputs)
-    ranges = 1 if wanted.mode.within_examples else len(wanted.ranges)
-    found = Found(products=np.zeros((rows.n_examples, k, ranges)), entries=np.zeros(len(wanted.entries)))
+    k = query.mode.outputs_kept(rows.n_outputs)
+    ranges = 1 if query.mode.within_examples else len(query.ranges)
+    values = ReferenceValues(products=np.zeros((rows.n_examples, k, ranges)), entries=np.zeros(len(query.entries)))
     for part in _parts(rows, cols, range(len(rows.leaves)) if leaves is None else leaves, memory):
-        _add(found, part, wanted, memory)
-    return found
+        _add(values, part, query, memory)
+    return values
 
 
 def _parts(rows: JacobianStore, cols: JacobianStore, leaves: Sequence[int], memory: int) -> Iterator[_Part]:
@@ -74,13 +74,13 @@ def _parts(rows: JacobianStore, cols: JacobianStore, leaves: Sequence[int], memo
 
 
 class _Part(Protocol):
-    """Columns of J: rows of both sides, a few examples at a time; what they hold times `scale` are the numbers."""
+    """Some columns of J on both sides, a few examples at a time; their numbers are to be multiplied by `scale`."""
 
     size: int
     scale: float
 
     def blocks(self, side: int) -> Iterator[tuple[int, int, Any]]:
-        """First and last example, and their rows in whatever form."""
+        """First and last example of each block, and its rows in the part's own form."""
 
     def pull(self, block: Any, weights: np.ndarray) -> np.ndarray:
         """`sum_nk weights[n, k] row[n, k]`, `(size,)`."""
@@ -98,29 +98,29 @@ class _Part(Protocol):
         """Outputs of a block."""
 
 
-def _add(found: Found, part: _Part, wanted: Wanted, memory: int) -> None:
-    examples = _Examples(part, wanted.entries)
-    if wanted.mode.within_examples:
+def _add(values: ReferenceValues, part: _Part, query: Query, memory: int) -> None:
+    examples = _Examples(part, query.entries)
+    if query.mode.within_examples:
         for a, b, block in part.blocks(0):
             examples.keep(0, a, b, block)
             for n in range(a, b):
                 one = part.pick(block, n - a, n - a + 1, slice(None))
-                sums = part.pull(one, wanted.weights[n : n + 1])
-                found.products[n] += part.scale**2 * part.push(one, sums[None])[0]
+                sums = part.pull(one, query.weights[n : n + 1])
+                values.products[n] += part.scale**2 * part.push(one, sums[None])[0]
     else:
         width = max(1, Budget(memory).split(**VERIFY)["sums"] // (8 * part.size))
-        crossed = wanted.mode.crosses_outputs
-        turns = [slice(None)] if crossed else [slice(k, k + 1) for k in range(wanted.weights.shape[1])]
-        for first in range(0, len(wanted.ranges), width):
-            ranges = wanted.ranges[first : first + width]
+        crossed = query.mode.crosses_outputs
+        turns = [slice(None)] if crossed else [slice(k, k + 1) for k in range(query.weights.shape[1])]
+        for first in range(0, len(query.ranges), width):
+            ranges = query.ranges[first : first + width]
             for outputs in turns:
-                sums = _pulled(part, wanted.weights, ranges, outputs, examples)
+                sums = _pulled(part, query.weights, ranges, outputs, examples)
                 for a, b, block in part.blocks(0):
                     examples.keep(0, a, b, block)
                     pushed = part.scale**2 * part.push(part.pick(block, 0, b - a, outputs), sums)
-                    to = slice(None) if wanted.mode.sums_outputs else outputs
-                    found.products[a:b, to, first : first + width] += pushed
-    found.entries += part.scale**2 * examples.products(wanted.mode)
+                    to = slice(None) if query.mode.sums_outputs else outputs
+                    values.products[a:b, to, first : first + width] += pushed
+    values.entries += part.scale**2 * examples.products(query.mode)
 
 
 def _pulled(
@@ -142,11 +142,11 @@ class _Examples:
 
     def __init__(self, part: _Part, entries: Sequence[tuple[int, int, int, int]]) -> None:
         self.part, self.entries = part, entries
-        self.wanted = ({n for n, _, _, _ in entries}, {m for _, _, m, _ in entries})
+        self.needed = ({n for n, _, _, _ in entries}, {m for _, _, m, _ in entries})
         self.kept: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
 
     def keep(self, side: int, a: int, b: int, block: Any) -> None:
-        for n in self.wanted[side]:
+        for n in self.needed[side]:
             if a <= n < b and n not in self.kept[side]:
                 picked = self.part.pick(block, n - a, n - a + 1, slice(None))
                 # Copies: views would keep all of the block.
@@ -166,7 +166,7 @@ class _Examples:
 
 
 class _Slab:
-    """Some columns of stored rows, of all examples in memory."""
+    """Some columns of the stored rows of all examples, in memory."""
 
     scale = 1.0
 

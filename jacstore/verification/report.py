@@ -1,4 +1,4 @@
-"""In: figures that were checked. Out: a report: each check with its figure, its bound, and where it failed."""
+"""Reports of a verification: each check with its figure, its bound, and where it failed."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class Report:
         return tuple(check for check in self.checks if check.state == FAILED)
 
     def check(self, name: str) -> Check:
-        """The check of a name."""
+        """The check with a given name."""
         return next(check for check in self.checks if check.name == name)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON; numbers that JSON has not are None."""
+        """As JSON; numbers that are not finite become None."""
         return {
             "path": self.path,
             "kind": self.kind,
@@ -73,7 +73,7 @@ def skipped(name: str, why: str) -> Check:
 
 
 class Tally:
-    """A check in the making: counts faults, or keeps the figure that is largest against its bound."""
+    """Accumulate a check: count faults, or keep the figure that is largest against its bound."""
 
     def __init__(self, name: str, bound: float = 0.0) -> None:
         self.name, self.bound, self.figure = name, bound, 0.0
@@ -92,9 +92,9 @@ class Tally:
         self.where = self.where or where
 
     def see(self, figure: float, bound: float, where: str) -> bool:
-        """Take in a figure of some place, which may be `bound` at most; returns whether it is."""
+        """Take in the figure of a place; return whether it is at most `bound`."""
         fine = figure <= bound  # not for NaN
-        # The first failure stays; until then what is largest against its bound.
+        # The first failure is kept; until then, the figure that is largest against its bound.
         if not self.where and (not fine or not self.seen or figure * self.bound > self.figure * bound):
             self.figure, self.bound = figure, bound
             self.where = "" if fine else where

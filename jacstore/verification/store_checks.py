@@ -1,6 +1,6 @@
 """Checks of a store: its records, every byte, and its rows against norms taken before rounding.
 
-What is checked is derived afresh; a unit that fails is marked, so that the next build recomputes just that unit.
+Everything is derived afresh; a unit that fails is marked, so that the next build recomputes just that unit.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class StoreChecks:
     Attributes
     ----------
     bad
-        Units found wrong so far, whose values are not looked at again: True where the bytes are those recorded and
-        the record or what is recorded is wrong.
+        Units found wrong so far, whose values are not checked further: True where the bytes match the record, so that
+        the record itself or the recorded values are wrong.
     """
 
     def __init__(self, store: JacobianStore, memory: int) -> None:
@@ -38,7 +38,7 @@ class StoreChecks:
         return [unit for unit in self.store.ledger.done("unit") if unit not in self.bad]
 
     def records(self) -> Check:
-        """Every unit has a record, and each record says what can be derived from the rest."""
+        """Check that every unit has a record, and each record against what can be derived from the store."""
         store, tally = self.store, Tally("records")
         done = set(store.ledger.done("unit"))
         for unit in range(store.n_units):
@@ -65,7 +65,7 @@ class StoreChecks:
         self.bad[unit] = True
 
     def checksums(self) -> Check:
-        """Every byte of every file against its unit's record."""
+        """Check every byte of every file against its unit's record."""
         tally = Tally("checksums")
         for unit in self.units:
             for fault in self.store.faults(unit):
@@ -74,7 +74,7 @@ class StoreChecks:
         return tally.done()
 
     def norms(self) -> Check:
-        """Norms of each leaf's rows, recomputed from the stored numbers, against those taken before rounding."""
+        """Compare norms of each leaf's rows, recomputed from the stored numbers, with those taken before rounding."""
         store = self.store
         tally = Tally("norms")
         for unit in self.units:

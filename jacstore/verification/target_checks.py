@@ -1,4 +1,4 @@
-"""In: a store and the problem it should be of. Out: checks of fingerprint, inputs, outputs, and rows recomputed.
+"""Compare a store with the problem it was built from: fingerprint, inputs, outputs, and recomputed rows.
 
 Rows are recomputed in float64 by plain `jax.vjp` of the user's function, sharing nothing with the code that built them
 but the names of leaves. A row that is out of bound is recomputed in the build's own precision before it counts: a ReLU
@@ -27,7 +27,7 @@ from jacstore.verification.report import FAILED, OK, Check, Tally, skipped
 from jacstore.verification.store_checks import StoreChecks
 
 FIELDS = ("parameters", "function", "constants", "outputs", "selection", "inputs")
-# The text of a program is another one in another JAX.
+# The text of a program differs between versions of JAX.
 TEXTS = ("function", "constants")
 INPUTS_AT_ONCE = 64
 EVERYTHING = ("inputs: all rows", "rows", "outputs", "rows in the build's precision only")
@@ -41,7 +41,7 @@ class TargetChecks:
     Attributes
     ----------
     package
-        Whose text of a function it is.
+        The package whose version decides the text of the function.
     input_bytes
         Bytes of one example, and of what is held beside the examples while some are read.
     same
@@ -76,7 +76,7 @@ class TargetChecks:
         return first if last <= self.n_examples else None
 
     def _range(self) -> tuple[int, int]:
-        """The target's examples that are stored; all of them if the request names none, or in other words."""
+        """The target's examples that are stored; all of them if the request does not name a range."""
         named = self.store.requested.get("examples")
         if isinstance(named, list) and len(named) == 2 and all(type(n) is int for n in named):
             first, last = named
@@ -85,7 +85,7 @@ class TargetChecks:
         return 0, self.store.n_examples
 
     def _fingerprint(self) -> Iterator[Check]:
-        """Field by field, as a rerun of the build compares them."""
+        """Compare the fingerprint field by field, as a rerun of the build does."""
         before, now = self.store.requested, self.wanted
         versions = self.store.versions.get(self.package), version(self.package)
         for field in FIELDS:
@@ -115,7 +115,7 @@ class TargetChecks:
         return self.prepared.read(shift + a, shift + b)
 
     def _inputs(self) -> Check:
-        """Hashes of the inputs of every unit."""
+        """Compare the hashes of the inputs of every unit."""
         store, tally = self.store, Tally(EVERYTHING[0])
         units = [unit for unit in self.checks.units if store.unit(unit).inputs is not None]
         if not units:
@@ -186,7 +186,7 @@ class TargetChecks:
 
 
 class _StoredRow:
-    """One stored row, leaf by leaf, and what it may be off."""
+    """One stored row, leaf by leaf, and the error that it may have."""
 
     def __init__(self, store: JacobianStore, n: int, k: int) -> None:
         self.store, self.n, self.k = store, n, k
@@ -204,7 +204,7 @@ class _StoredRow:
         self.worst = ("", 0.0, 0.0)
 
     def agrees(self, truth: list[np.ndarray], bound: float) -> bool:
-        """Whether it is a recomputed row, to within rounding; keeps the leaf that is off most."""
+        """Whether it equals a recomputed row to within rounding; keep the leaf with the largest difference."""
         off = [float(np.linalg.norm(a - b)) for a, b in zip(self.leaves, truth, strict=True)]
         scale = max(self.size, float(np.sqrt(sum(np.square(b).sum() for b in truth)))) or 1.0
         total = float(np.sqrt(np.square(off).sum()))

@@ -13,16 +13,16 @@ from jacstore.errors import DamagedDataError
 from jacstore.kernels.diagonal import Diagonal, diagonal_of, longest_sum
 from jacstore.kernels.kernel import Kernel
 from jacstore.store.reader import JacobianStore
-from jacstore.verification.reference import Found, Wanted
+from jacstore.verification.reference import Query, ReferenceValues
 from jacstore.verification.report import Tally
 
-# What `J (Jᵀ z)` in float64 is off itself.
+# The error of `J (Jᵀ z)` in float64 itself.
 REFERENCE = 64 * ROUNDOFF["float64"]
 
 
 @dataclass(kw_only=True)
-class Seen:
-    """What reading a kernel's tiles has shown: tiles (array, i, j) found wrong, True where bytes are as recorded."""
+class TileFindings:
+    """Findings from a kernel's tiles: those found wrong by (array, i, j), True where their bytes match the record."""
 
     bad: dict[tuple[int, int, int], bool] = field(default_factory=dict)
     frobenius: float = 0.0
@@ -31,10 +31,10 @@ class Seen:
 
 @dataclass(frozen=True, kw_only=True)
 class EntryBounds:
-    """Errors that add up in a right entry against the stored rows: relative to `sqrt(G_ii G_jj)`, and to `|G_ij|`.
+    """Bounds on the error of an entry against the stored rows: relative to `sqrt(G_ii G_jj)`, and to `|G_ij|`.
 
-    The second is that of rows which are nearly parallel: their products are of one sign, so that partial sums are as
-    large as the entry and roundings may all go to one side, as they do on the diagonal.
+    The second matters for nearly parallel rows: their products have one sign, so that partial sums are as large as the
+    entry and roundings may all go to one side, as on the diagonal.
     """
 
     error: float
@@ -42,7 +42,7 @@ class EntryBounds:
 
     @classmethod
     def of(cls, kernel: Kernel, stores: list[JacobianStore]) -> EntryBounds:
-        """Those of a kernel's precision and of its stores' rounding; worst cases where there is no store."""
+        """Bounds from a kernel's precision and its stores' rounding; worst cases if there is no store."""
         columns = longest_sum(stores[0]) if stores else 2**31
         amplified = max((store.rounding["amplification"] for store in stores), default=1.0)
         error = product_bound(kernel.precision, kernel.engine, columns) * amplified + ROUNDOFF[kernel.dtype.name]
@@ -64,27 +64,27 @@ class EntryBounds:
         return float(figures[at]), float(bounds[at])
 
 
-class Expected:
-    """What the tiles of one array should give."""
+class StoreValues:
+    """The values that the tiles of one array should give."""
 
     def __init__(
         self,
         *,
-        wanted: Wanted,
-        found: Found,
+        query: Query,
+        values: ReferenceValues,
         norms: tuple[np.ndarray, np.ndarray],
         spans: list[tuple[int, int]],
         known: tuple[set[int], set[int]],
         diagonal: Diagonal | None,
     ) -> None:
-        self.wanted, self.found, self.norms, self.spans, self.known = wanted, found, norms, spans, known
+        self.query, self.values, self.norms, self.spans, self.known = query, values, norms, spans, known
         self.diagonal = diagonal
-        self.products, self.squares = np.zeros_like(found.products), np.zeros_like(found.products)
+        self.products, self.squares = np.zeros_like(values.products), np.zeros_like(values.products)
 
     @property
     def scales(self) -> tuple[np.ndarray, np.ndarray]:
         """`(N, K)` squared norms of rows and of columns, K = 1 for trace."""
-        left, right = map(self.wanted.mode.over_outputs, self.norms)
+        left, right = map(self.query.mode.over_outputs, self.norms)
         return left, right
 
 
@@ -95,16 +95,16 @@ class TileChecks:
         self,
         kernel: Kernel,
         index: int,
-        expected: Expected | None,
+        expected: StoreValues | None,
         bounds: EntryBounds,
-        seen: Seen,
+        findings: TileFindings,
         tallies: dict[str, Tally],
     ) -> None:
         self.kernel, self.index, self.expected, self.bounds = kernel, index, expected, bounds
-        self.seen, self.tallies, self.plan = seen, tallies, kernel.plan
+        self.findings, self.tallies, self.plan = findings, tallies, kernel.plan
 
     def read(self, i: int, j: int) -> None:
-        """Check the bytes of a tile, then what can be said of it alone."""
+        """Check the bytes of a tile, then its symmetry, diagonal and entries."""
         where = f"{self.kernel.path}: {self.kernel.named(self.index, i, j)}"
         try:
             tile, mirror = self.kernel.checked_tile(self.index, i, j)
@@ -122,20 +122,20 @@ class TileChecks:
         tile = np.asarray(tile, np.float64)
         times = 2 if self.plan.symmetric and i != j else 1
         squares = np.square(tile)
-        self.seen.frobenius += times * float(squares.sum())
+        self.findings.frobenius += times * float(squares.sum())
         if self.plan.symmetric and i == j:
-            self.seen.largest_norm = max(self.seen.largest_norm, float(diagonal_of(tile).max(initial=0)))
+            self.findings.largest_norm = max(self.findings.largest_norm, float(diagonal_of(tile).max(initial=0)))
         if self.expected is not None:
             self._diagonal(self.expected, i, j, tile, where)
             self._entries(self.expected, i, j, tile, where)
-            self._multiply(self.expected.products, i, j, tile, self.expected.wanted.weights)
-            # What roundings of the products to one side may amount to: weights have random signs.
-            self._multiply(self.expected.squares, i, j, squares, np.square(self.expected.wanted.weights))
+            self._multiply(self.expected.products, i, j, tile, self.expected.query.weights)
+            # A bound for roundings of the products to one side: weights have random signs.
+            self._multiply(self.expected.squares, i, j, squares, np.square(self.expected.query.weights))
 
     def _wrong(self, i: int, j: int, as_recorded: bool) -> None:
-        self.seen.bad[self.index, i, j] = as_recorded
+        self.findings.bad[self.index, i, j] = as_recorded
 
-    def _diagonal(self, expected: Expected, i: int, j: int, tile: np.ndarray, where: str) -> None:
+    def _diagonal(self, expected: StoreValues, i: int, j: int, tile: np.ndarray, where: str) -> None:
         if expected.diagonal is None or i != j:
             return
         figure, bound, what = expected.diagonal.compare(self.index, i, tile)
@@ -143,17 +143,17 @@ class TileChecks:
         if not tally.see(figure, bound, f"{where}: {what}"):
             self._wrong(i, j, True)
 
-    def _entries(self, expected: Expected, i: int, j: int, tile: np.ndarray, where: str) -> None:
+    def _entries(self, expected: StoreValues, i: int, j: int, tile: np.ndarray, where: str) -> None:
         a, b = self.plan.rows.examples(self.plan.tile, i, i + 1)
         c, d = self.plan.cols.examples(self.plan.tile, j, j + 1)
         scales = expected.scales
-        for at, (n, k, m, o) in enumerate(expected.wanted.entries):
+        for at, (n, k, m, o) in enumerate(expected.query.entries):
             if not (a <= n < b and c <= m < d) or (self.kernel.exact_diagonal and (n, k) == (m, o)):
                 continue
             place = self.plan.mode.entry(n - a, k, m - c, o, self.plan.n_outputs)
             scale = math.sqrt(scales[0][n, k] * scales[1][m, o])
-            off = np.abs(tile[place] - expected.found.entries[at])
-            size = np.abs(expected.found.entries[at])
+            off = np.abs(tile[place] - expected.values.entries[at])
+            size = np.abs(expected.values.entries[at])
             fine = self.tallies["entries"].see(
                 *self.bounds.worst(off, np.array(scale), self.bounds.error + REFERENCE, size),
                 f"{where}: entry of example {n}, output {k} with example {m}, output {o}",
@@ -173,7 +173,7 @@ class TileChecks:
             mirrored = self._times(np.swapaxes(tile, -1, -2), weights[slice(*rows)])
             into[slice(*cols), :, self._span(self.expected, i)] += mirrored
 
-    def _span(self, expected: Expected, j: int) -> int:
+    def _span(self, expected: StoreValues, j: int) -> int:
         if self.plan.mode.within_examples:
             return 0
         return next(at for at, (first, last) in enumerate(expected.spans) if first <= j < last)
@@ -195,22 +195,22 @@ class TileChecks:
         if expected is None:
             return
         left, right = expected.scales
-        weights = expected.wanted.weights[:, : right.shape[1]]
+        weights = expected.query.weights[:, : right.shape[1]]
         weighted = np.where(weights == 0, 0.0, right * np.square(weights))
         bound = self.bounds.error + REFERENCE
-        off = np.abs(expected.products - expected.found.products)
+        off = np.abs(expected.products - expected.values.products)
         within = self.plan.mode.within_examples
         for at, (first, last) in enumerate([(0, 1)] if within else expected.spans):
             for i in range(self.plan.grid[0]):
                 tiles = [(i, i)] if within else [(i, j) for j in range(first, last)]
                 stored = [(min(t), max(t)) if self.plan.symmetric else t for t in tiles]
-                if any(self.seen.bad.get((self.index, *t)) is False for t in stored):
+                if any(self.findings.bad.get((self.index, *t)) is False for t in stored):
                     continue
                 a, b = self.plan.rows.examples(self.plan.tile, i, i + 1)
-                scale = self._scale(left[a:b], weighted, expected.wanted.ranges[at], (a, b))
+                scale = self._scale(left[a:b], weighted, expected.query.ranges[at], (a, b))
                 difference = off[a:b, :, at].copy()
                 difference[[n - a for n in expected.known[0] if a <= n < b]] = 0
-                # Of random signs, such a sum is at most as many standard deviations, or its terms all together.
+                # With random signs, such a sum is at most so many standard deviations, or the sum of all its terms.
                 deviations = min(SIGMAS, math.sqrt(weighted.size))
                 size = deviations * np.sqrt(expected.squares[a:b, :, at])
                 figure, most = self.bounds.worst(difference, scale, bound, size)
@@ -225,7 +225,7 @@ class TileChecks:
     def _scale(
         self, left: np.ndarray, weighted: np.ndarray, columns: tuple[int, int], rows: tuple[int, int]
     ) -> np.ndarray:
-        """What errors are relative to, `sqrt(G_ii sum_j G_jj z_j²)`, `(n, K)`."""
+        """The scale of errors, `sqrt(G_ii sum_j G_jj z_j²)`, `(n, K)`."""
         mode = self.plan.mode
         met = weighted[slice(*(rows if mode.within_examples else columns))]
         # The sum over j runs over the examples and the outputs that a row is paired with.

@@ -1,4 +1,4 @@
-"""In: a store and the module it should be of. Out: checks of fingerprint, inputs, outputs, and rows recomputed.
+"""Compare a store with the module it was built from: fingerprint, inputs, outputs, and recomputed rows.
 
 Rows are recomputed by plain autograd in float64, one example and one output after another.
 """
@@ -19,7 +19,7 @@ from jacstore.verification.target_checks import Plain, TargetChecks
 
 
 class TorchChecks(TargetChecks):
-    """The same checks as of a store of JAX, against a module of PyTorch."""
+    """The checks of `TargetChecks` against a module of PyTorch."""
 
     package = "torch"
 

@@ -1,4 +1,4 @@
-"""In: a store or kernel, and what it should be of. Out: a report of checks, each with its figure and its bound.
+"""Verify a store or a kernel: a report of checks, each with its figure and its bound.
 
 Everything is derived afresh, so bytes that were put back right are right again. What is found wrong is marked where the
 folder can be written, and the next build or gram recomputes just that.
@@ -98,7 +98,7 @@ def verify(
 
 
 def _afresh(given: JacobianStore | Kernel | str | Path) -> JacobianStore | Kernel:
-    """The store or kernel opened anew: an open one remembers records."""
+    """Open the store or kernel anew, since an open one caches records."""
     if isinstance(given, JacobianStore | Kernel):
         return type(given)(given.files, given.path)
     return open_path(given)
@@ -145,17 +145,17 @@ def _verify_kernel(
     found.insert(0, Check(name="store", state=FAILED, where=checks.store_fault) if checks.store_fault else why)
     if full:
         found.append(_every_entry(checks, memory))
-    for (index, i, j), as_recorded in checks.seen.bad.items():
+    for (index, i, j), as_recorded in checks.findings.bad.items():
         kernel.mark(index, i, j, wrong=as_recorded)
     for number in kernel.ledger.done("suspect"):
         with contextlib.suppress(OSError, JacstoreError):
             if not kernel.to_recompute(number):
                 kernel.ledger.forget("suspect", number)
-    return found, [kernel.named(*at) for at in sorted(checks.seen.bad)]
+    return found, [kernel.named(*at) for at in sorted(checks.findings.bad)]
 
 
 def _stores_of(kernel: Kernel, given: Stores | None) -> tuple[list[JacobianStore] | None, Check]:
-    """The kernel's stores, if they are there and still hold what it was assembled from."""
+    """The kernel's stores, if they can be opened and still hold what it was assembled from."""
     wanted = [kernel.request.store, *filter(None, [kernel.request.other])]
     places: list[JacobianStore | str | Path] = [*kernel.store_paths]
     if given is not None:
@@ -188,7 +188,7 @@ def _stores_of(kernel: Kernel, given: Stores | None) -> tuple[list[JacobianStore
 
 
 def _every_entry(checks: KernelChecks, memory: int) -> Check:
-    """All entries against a kernel assembled anew in float64."""
+    """Compare all entries with a kernel assembled anew in float64."""
     kernel = checks.kernel
     if checks.stores is None:
         return skipped(EVERY_ENTRY, checks.why)
@@ -205,5 +205,5 @@ def _every_entry(checks: KernelChecks, memory: int) -> Check:
         return tally.done()
     for (index, i, j), figure, bound in checks.differences(again):
         if not tally.see(figure, bound, f"{kernel.path}: {kernel.named(index, i, j)}"):
-            checks.seen.bad[index, i, j] = True
+            checks.findings.bad[index, i, j] = True
     return tally.done()

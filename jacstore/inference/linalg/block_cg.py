@@ -1,6 +1,6 @@
-"""In: a kernel too large to factorize, alpha, right-hand sides. Out: `(G + alpha I)⁻¹ Y` by block conjugate gradients.
+"""Solve `(G + alpha I) X = Y` by block conjugate gradients, for kernels too large to factorize.
 
-All right-hand sides share each pass over the kernel, one pass a step. The block of residuals is kept as `Q C` with
+All right-hand sides share each pass over the kernel, one pass per step. The block of residuals is kept as `Q C` with
 orthonormal Q, which no dependence between right-hand sides can break: directions that became dependent are dropped.
 
 References
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from jacstore.errors import InvalidRequestError
-from jacstore.inference.kernel_matrix import Gram, as_columns
+from jacstore.inference.kernel_matrix import KernelMatrix, as_columns
 
 # Directions smaller than this share of the largest are dropped: they are rounding.
 DEPENDENT = 1e-14
@@ -31,7 +31,7 @@ Product = Callable[[np.ndarray], np.ndarray]
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
-    """What an iteration took.
+    """Counts and residuals of an iteration.
 
     Attributes
     ----------
@@ -40,7 +40,7 @@ class Stats:
     residuals
         True relative residuals `‖Y - (G + alpha I) X‖ / ‖Y‖` of each right-hand side, `(B,)`.
     history
-        Largest relative residual after each step, as the recursion has it.
+        Largest relative residual after each step, according to the recursion.
     directions
         How many directions the last step had; fewer than right-hand sides if some were dependent.
     """
@@ -54,7 +54,7 @@ class Stats:
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """A solution, what it took, and in words why the iteration stopped."""
+    """A solution, its statistics, and in words why the iteration stopped."""
 
     value: np.ndarray
     stats: Stats
@@ -84,13 +84,13 @@ def block_cg(
     alpha
         At least 0.
     tolerance
-        Of the true relative residual of every right-hand side. Rounding allows about `1e-16 ‖G‖ / alpha` at worst.
+        True relative residual that every right-hand side must reach; rounding limits it to about `1e-16 ‖G‖ / alpha`.
     max_steps
         Most steps, restarts included.
     preconditioner
-        About the inverse, symmetric positive definite: a function of a block `(R, B)`, or anything with `matmat`.
+        Approximate inverse, symmetric positive definite: a function of a block `(R, B)`, or anything with `matmat`.
     outputs
-        Rows an example, for a matrix that is no `Kernel`.
+        Rows per example, for a matrix that is not a `Kernel`.
 
     Returns
     -------
@@ -138,7 +138,7 @@ def _as_product(matrix: Any, outputs: int | None) -> tuple[Product, int, int]:
         if matrix.shape[0] != matrix.shape[1]:
             raise InvalidRequestError(f"the operator is {tuple(matrix.shape)}; needed is a symmetric one")
         return matrix.matmat, matrix.shape[0], outputs or 1
-    gram = Gram(matrix, outputs)
+    gram = KernelMatrix(matrix, outputs)
     gram.require_symmetric()
     return gram.matmat, gram.shape[0], gram.n_outputs
 
@@ -156,7 +156,7 @@ def _as_precondition(given: Any) -> Product | None:
 
 @dataclass(kw_only=True)
 class _Run:
-    """The problem, and what is counted over all restarts."""
+    """The problem, and counts over all restarts."""
 
     product: Product
     alpha: float
@@ -199,7 +199,7 @@ def _iterate(run: _Run, y: np.ndarray, tolerance: float) -> tuple[np.ndarray, st
 
 
 def _run_once(run: _Run, residual: np.ndarray, tolerance: float) -> tuple[np.ndarray, str]:
-    """What to add to the solution, by the recursion alone, and what stopped it short of the tolerance."""
+    """An update of the solution, by the recursion alone, and the reason if it stopped short of the tolerance."""
     x = np.zeros_like(residual)
     q, s, c = _orthonormal(residual, run.precondition)
     while c.size:

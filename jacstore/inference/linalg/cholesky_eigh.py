@@ -1,4 +1,4 @@
-"""In: a symmetric kernel and alpha. Out: a Cholesky factor or an eigendecomposition in float64, and its answers.
+"""Cholesky factors and eigendecompositions of symmetric kernels in float64, with one interface.
 
 Both answer the same questions about `C = (G + alpha I)⁻¹`. The first axis of every answer counts alphas: one for a
 Cholesky factor, any number for an eigendecomposition. LAPACK is called where no workspace grows with R² in 32 bits.
@@ -234,7 +234,7 @@ def _potrf(matrix: np.ndarray) -> tuple[np.ndarray, int]:
     Raises
     ------
     RuntimeError
-        If LAPACK made a copy of the array: a fault.
+        If LAPACK made a copy of the array, which is a bug.
     """
     # `clean` would zero the other triangle in a loop with 32-bit offsets.
     lower, failed = lapack.dpotrf(matrix.T, lower=1, clean=0, overwrite_a=1)

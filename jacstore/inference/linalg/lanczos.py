@@ -1,4 +1,4 @@
-"""In: a symmetric matrix as a product, a block of vectors. Out: functions of the matrix times each vector, by Krylov.
+"""Functions of a symmetric matrix times vectors, by Krylov methods that need only products with the matrix.
 
 Every vector has a Krylov space of its own; all of them share each product with the matrix.
 
@@ -44,7 +44,7 @@ def shifted_cg(
     max_steps: int = 5000,
     stop: Callable[[], None] = lambda: None,
 ) -> Shifted:
-    """`sum_q w_q (M + s_q I)⁻¹ block` for positive definite `M + s_q I`: one product a step, whatever the shifts.
+    """`sum_q w_q (M + s_q I)⁻¹ block` for positive definite `M + s_q I`: one product per step, whatever the shifts.
 
     Parameters
     ----------
@@ -100,7 +100,7 @@ class _ShiftedRun:
     def step(self, w: np.ndarray) -> None:
         """Advance all shifts with `w`, the product with the direction of the first."""
         curvature = (self.directions[0] * w).sum(0)
-        # A column that is solved exactly, or was zero, stays as it is.
+        # A column that is solved exactly, or was zero, is not changed any more.
         alive = (self.square > 0) & (curvature > 0)
         length = np.divide(self.square, curvature, out=np.zeros_like(curvature), where=alive)
         below = length * self.turn_before * (self.zeta_before - self.zeta)
@@ -180,7 +180,7 @@ def lanczos_function(
     Parameters
     ----------
     function
-        Of eigenvalues, vectorized.
+        A vectorized function of eigenvalues.
     size
         Squared norm in which an error counts, as a function of eigenvalues.
     tolerance
@@ -216,7 +216,7 @@ def lanczos_function(
 
 
 def largest_eigenvalue(product: Product, rows: int, steps: int = 30) -> float:
-    """About the largest eigenvalue of a positive semidefinite matrix, from above, by Lanczos from one random vector."""
+    """Estimate the largest eigenvalue of a positive semidefinite matrix from above, by Lanczos from a random vector."""
     run = Lanczos(product, np.random.default_rng(0).standard_normal((rows, 1)))
     for _ in range(min(steps, rows)):
         run.step()

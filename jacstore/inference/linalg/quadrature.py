@@ -1,11 +1,10 @@
-"""In: the ends of a spectrum and a wanted error. Out: shifts and weights whose resolvents sum to an inverse root.
+"""Shifts and weights of a quadrature for inverse square roots of positive definite matrices.
 
 `M^{-1/2} v ≈ sum_q w_q (M + s_q I)⁻¹ v` for `M` with eigenvalues in `[lmin, lmax]` (contour integral quadrature).
 
 References
 ----------
-Hale, Higham, Trefethen 2008, doi:10.1137/070700607. Pleiss, Jankowiak, Eriksson, Damle, Gardner 2020,
-arXiv:2006.11267.
+Hale, Higham, Trefethen 2008, doi:10.1137/070700607. Pleiss, Jankowiak, Eriksson, Damle, Gardner 2020, arXiv:2006.11267.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ class Quadrature:
         return 4 * math.exp(-2 * math.pi**2 * len(self.shifts) / (_log_condition(self.smallest, self.largest) + 3))
 
     def inverse_root(self, values: np.ndarray) -> np.ndarray:
-        """What stands for `values^{-1/2}`, in the shape of `values`."""
+        """The approximation of `values^{-1/2}`, in the shape of `values`."""
         found: np.ndarray = (self.weights / (np.asarray(values)[..., None] + self.shifts)).sum(-1)
         return found
 
 
 def quadrature(smallest: float, largest: float, q: int | None = None, error: float | None = None) -> Quadrature:
-    """The quadrature with `q` points, or with as many as the relative `error` takes."""
+    """The quadrature with `q` points, or with as many as the relative `error` needs."""
     if not 0 < smallest <= largest < math.inf:
         raise InvalidRequestError(
             f"a spectrum from {smallest:.3g} to {largest:.3g}: allowed are 0 < smallest <= largest"
@@ -68,7 +67,7 @@ def quadrature(smallest: float, largest: float, q: int | None = None, error: flo
 
 
 def points(smallest: float, largest: float, error: float, dual: bool = False) -> int:
-    """How many points a relative error takes.
+    """The number of points for a relative error.
 
     In the dual form the first term is cancelled down inside the data space, which costs a factor sqrt(kappa) there.
     """

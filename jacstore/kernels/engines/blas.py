@@ -23,7 +23,7 @@ from jacstore.terms.factor_set import FactorSet
 LEAST_SPLIT = 128
 # Blocks of a tile that is not small, enough for the cores of most machines.
 LEAST_BLOCKS = 16
-# Rows of a symmetric product that BLAS takes whole; see the limit in factorization.py.
+# Rows of a symmetric product that BLAS takes whole; see the limit in linalg/cholesky_eigh.py.
 SYRK_ROWS = 8192
 
 

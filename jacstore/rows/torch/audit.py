@@ -1,6 +1,6 @@
-"""In: rows and factors of a batch, as they are about to be stored. Out: an error where plain autograd differs.
+"""Compare rows and factors of a batch with plain autograd before they are stored.
 
-One random combination of an example's rows costs one plain backward pass. At least one example of every unit is
+One random combination of the rows of an example costs one plain backward pass. At least one example of every unit is
 compared, and more of them as long as that takes a small share of the build.
 """
 
@@ -18,7 +18,7 @@ from jacstore.rows.torch.hooks import Varies
 from jacstore.rows.torch.network import mapped
 from jacstore.terms.kinds import expand
 
-# What comparing may take: a share of the time of the passes themselves, and seconds that nobody notices.
+# Time for comparisons: a share of the time of the passes, and a number of seconds that nobody notices.
 SHARE, UNNOTICED = 0.04, 0.5
 # How many at most before it is known how long one takes.
 FIRST_COMPARED = 64
@@ -38,7 +38,7 @@ class Audit:
     Attributes
     ----------
     examples, seconds
-        How many were compared, and what that took.
+        Number of compared examples, and the seconds that it took.
     """
 
     def __init__(self, passes: TorchPass) -> None:
@@ -47,7 +47,7 @@ class Audit:
         self._certain = -1
 
     def begin_unit(self, start: int, last: int) -> None:
-        """Choose the example that is compared whatever it takes."""
+        """Choose the example of a unit that is compared in any case."""
         self._certain = int(self._draw.integers(start, last))
 
     def compute(self, a: int, examples: Any, count: int) -> Any:

@@ -4,7 +4,7 @@
 
     store = jacstore.torch.build(module.eval(), x, "run.jac", memory="8GB")
 
-Parameters that are multiplied by linear, convolution or embedding calls give factors, all others rows by
+Parameters that are multiplied by linear, convolution or embedding calls give factors, all others give rows by
 `torch.func`, in one pass: the VJP of one example, mapped over outputs and over examples.
 """
 
@@ -240,7 +240,7 @@ class _Items:
 
 
 def source_of(inputs: Any) -> Arrays | Dataset:
-    """Examples as they are read: NumPy arrays, whatever they are kept in."""
+    """A source of examples as NumPy arrays, whatever holds them."""
     if is_table(inputs):
         return Dataset(inputs)  # gives NumPy arrays itself
     if is_dataset(inputs):
@@ -349,7 +349,7 @@ def _give_memory(writer: StoreWriter, passes: TorchPass, source: Examples, memor
 def _refuse_other_results(writer: StoreWriter, passes: TorchPass, source: Examples, budget: int) -> None:
     """Refuse other inputs, or other outputs at the same inputs, than those that finished units were made from.
 
-    The text of a module does not say all that it computes: outputs of some finished examples are computed again.
+    The fingerprint of a module does not cover all that it computes, so some finished outputs are recomputed.
     """
     store = writer.store
     for unit in refuse_other_inputs(writer, source.read, source.bytes_held(), budget):

@@ -1,7 +1,7 @@
-"""In: a call of torch as a function sees it. Out: the product that it is of a weight and an input, or nothing.
+"""Recognise calls of torch functions that are a product of a weight and an input.
 
-What counts is the call itself, not the class of the layer that makes it: a subclass, a hook or a function of the user's
-changes what goes into the call, and that is what is seen.
+The call itself counts, not the class of the layer that makes it: a subclass, a hook or a function of the user's own
+changes what goes into the call, and that is what is seen here.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torch.nn import functional
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """How a call multiplies: what decides its terms apart from shapes.
+    """How a call multiplies: all that decides its terms, apart from shapes.
 
     Attributes
     ----------
     kind
         linear, conv or embedding.
     flipped
-        Of a linear one whether the weight is `(in, out)`.
+        For linear, whether the weight is `(in, out)`.
     strides, padding, dilation, groups
-        Of a convolution; `padding` is that before the first pixel of each axis.
+        For conv; `padding` is the number of zeros before the first pixel of each axis.
     padding_idx
-        Of an embedding the row that gets no gradient.
+        For embedding, the row that gets no gradient.
     before, after
-        Of a linear one with a part of a weight or bias, how many of its rows stand before and after that part.
+        For linear with a part of a weight or bias, the number of rows before and after that part.
     """
 
     kind: str
@@ -50,7 +50,7 @@ class Form:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Seen:
-    """A call: what goes in, the tensors given as weight and bias, and the same call with others."""
+    """A call: its input, the tensors given as weight and bias, and a way to repeat it with others."""
 
     form: Form
     given: torch.Tensor
@@ -138,7 +138,7 @@ def _embedding(
 
 
 def see(function: Any, arguments: Any, keywords: Any) -> Seen | None:
-    """The product that a call is, if it is one of a weight."""
+    """The product that a call computes, if it is a product with a weight."""
     known = _KNOWN.get(function)
     try:
         return known(*arguments, **keywords) if known else None
@@ -171,9 +171,9 @@ _TRANSPOSES = (torch.t, torch.Tensor.t, *(getattr(torch.Tensor, name).__get__ fo
 
 
 def parts(function: Any, arguments: Any, keywords: Any) -> list[tuple[int, int]]:
-    """The rows, first to last, that each tensor holds which a call takes from its first argument; else nothing.
+    """The rows, first to last, of a call's first argument that each tensor it returns holds; empty for other calls.
 
-    The same call on the numbers of the rows says which they are; of which columns, shapes have to say.
+    The same call on an array of row numbers tells which rows they are; shapes tell whether columns are whole.
     """
     whole = arguments[0]
     if function not in _PARTS or not isinstance(whole, torch.Tensor) or not whole.dim():

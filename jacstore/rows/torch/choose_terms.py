@@ -1,4 +1,4 @@
-"""In: the layers of a network in torch. Out: the terms of every parameter leaf, and rows from operands as tensors."""
+"""Choose the terms of every parameter leaf of a module, and form rows from operands as tensors."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ WRONG = "its layer's products are not its gradient"
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """What is stored of a network, and what is computed for it.
+    """The leaves and operands that are stored for a network, and the layers to compute them.
 
     Attributes
     ----------
     leaves, operands
-        What goes to the store.
+        The leaves and operands of the store.
     rows
         For each leaf stored as rows its terms, from which they are formed, or none: then `torch.func` gives them.
     layers
-        Those whose operands are needed.
+        The layers whose operands are needed.
     """
 
     leaves: tuple[Leaf, ...]
@@ -96,7 +96,7 @@ def choose_terms(
 
 
 def _reason(uses: Sequence[tuple[Layer, bool]], outside: bool, wrong: bool) -> str:
-    """Why a parameter has no terms, or nothing."""
+    """The reason why a parameter has no terms; empty if it has."""
     if not uses:
         return "not of a layer with factors"
     if outside:
@@ -133,7 +133,7 @@ def _pays(
 def form_rows(terms: Sequence[Factored], operands: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """A leaf's rows `(n, K, size)` in torch's order, from operands `(n, ...)` and `(n, K, ...)`, on their device.
 
-    All outputs are columns of one product an example: products for each output apart take many times longer.
+    All outputs are columns of one product per example; separate products for each output take many times longer.
     """
     total = sum(term.rows_in_torch(operands, torch) for term in terms)
     assert isinstance(total, torch.Tensor)

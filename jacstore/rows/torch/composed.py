@@ -1,7 +1,7 @@
-"""In: a call of torch that multiplies parameters within itself. Out: the same as calls that are one product each.
+"""Split calls of torch that multiply several parameters into calls that are one product each.
 
-Recurrent layers are one call for all layers, directions and steps; here every product of a weight is a call of
-`linear`, which a mode of torch sees. Attention is a function that hands itself to a mode whole; its body is run
+A recurrent layer is one call for all layers, directions and steps; here every product with a weight becomes a call of
+`linear`, which a torch mode sees. Attention is a function that hands itself to a mode as a whole; its body is run
 instead.
 """
 
@@ -42,8 +42,8 @@ def compose(function: Any, arguments: Any, keywords: Any) -> Composed | None:
 class _Kind:
     """A recurrent layer: blocks of rows of its weights, states that it carries, and its step.
 
-    `step` turns what the input and the state give, both `(n, gates * width)`, and the states before into those after,
-    that which is handed out first.
+    `step` takes the products with the input and with the state, both `(n, gates * width)`, and the old states, and
+    returns the new states, the output first.
     """
 
     gates: int
@@ -87,11 +87,11 @@ def _recurrence(kind: _Kind) -> Callable[..., Composed | None]:
         batch_first: bool,
     ) -> Composed | None:
         before = _states(kind, states)
-        # Packed sequences have the same number of arguments, others of them.
+        # Packed sequences have the same number of arguments, but different ones.
         if not isinstance(has_biases, bool) or before is None or (train and dropout) or given.dim() != 3:
             return None
         count, each = num_layers * (2 if bidirectional else 1), 4 if has_biases else 2
-        # A projection of the states is one weight more.
+        # A projection of the states has one weight more.
         if len(weights) != count * each or any(s.dim() != 3 or s.shape[0] != count for s in before):
             return None
         cells = [(*weights[n : n + each], None, None)[:4] for n in range(0, len(weights), each)]
@@ -149,7 +149,7 @@ def _cell(kind: _Kind) -> Callable[..., Composed | None]:
 
 
 def _states(kind: _Kind, given: Any) -> States | None:
-    """The states that a call is given, if it is given as many as it should."""
+    """The states that a call is given, if their number is right."""
     states = (given,) if isinstance(given, torch.Tensor) else tuple(given)
     right = len(states) == kind.states and all(isinstance(s, torch.Tensor) for s in states)
     return states if right else None

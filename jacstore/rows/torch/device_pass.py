@@ -1,8 +1,8 @@
 """The pass of a PyTorch network that turns batches of examples into rows and factors.
 
-The VJP of one example is mapped over outputs and over examples by `torch.func`; nothing couples examples then, and
-layers need not know where the batch axis is. Before that, plain autograd says which layers there are, and what the
-gradients of the first examples have to be.
+The VJP of one example is mapped over outputs and over examples by `torch.func`, so that nothing couples examples and
+layers need not know where the batch axis is. Before that, plain autograd finds the layers and computes the gradients of
+the first examples, which the pass has to reproduce.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class TorchPass:
-    """Batches of examples in, rows, factors, norms and outputs out.
+    """The pass from a batch of examples to rows, factors, norms and outputs.
 
     Attributes
     ----------
@@ -52,9 +52,9 @@ class TorchPass:
     batch_size, output_batch
         Examples per batch, outputs per slice.
     bytes_needed
-        What a batch is expected to take, from what autograd keeps of one example.
+        Expected bytes of a batch, from what autograd keeps for one example.
     seconds
-        What each step before the first batch took.
+        Seconds of each step before the first batch.
     """
 
     def __init__(
@@ -99,14 +99,14 @@ class TorchPass:
         self.seconds[step] += time.perf_counter() - began
 
     def _tried(self, examples: Any, example: Any, truth: _Plain) -> set[str]:
-        """Parameters that the terms chosen now are wrong for at the first examples."""
+        """Parameters whose chosen terms are wrong at the first examples."""
         try:
             with calling(example):
                 _, held, generic = self._first_values(examples, truth.cotangent[None])
         except Varies as error:
             return error.names
         except InvalidRequestError:
-            # What cannot be followed, such as a pass that is computed again for its gradient, is left to autograd.
+            # Calls that cannot be followed, such as a pass that is recomputed for its gradient, are left to autograd.
             if not self.cut.layers:
                 raise
             return {name for layer in self.cut.layers for name, _ in layer.parameters} - set(self.cut.generic)
@@ -328,7 +328,7 @@ class TorchPass:
         return {layer.key: [z.detach() for z in layer.outputs] for layer in self.cut.layers}
 
     def _forward(self, zeros: Any, generic: Any, example: Any) -> tuple[torch.Tensor, Tensors]:
-        """Outputs `(K,)` of one example, and what went into its layers."""
+        """Outputs `(K,)` of one example, and the inputs of its layers."""
         if not self.cut.layers:
             return self.network(generic, example), {}
         names = {name for layer in self.cut.layers for name, _ in layer.parameters}
@@ -336,7 +336,7 @@ class TorchPass:
         with self._taps.running(followed, zeros, names - set(generic)):
             outputs = self.network(generic, example)
         given = {layer.key: [call.given for call in self._taps.calls[layer.key]] for layer in self.cut.layers}
-        # Several layers may share what went in: it is formed once.
+        # Several layers may share an input, which is formed once.
         by_operand = {layer.inputs.name: layer for layer in self.cut.layers}
         return outputs, {name: layer.as_inputs(given[layer.key]) for name, layer in by_operand.items()}
 
@@ -356,7 +356,7 @@ def device_budget(device: torch.device, options: BuildOptions) -> Budget:
 
 
 class _Plain:
-    """What autograd itself gives at the first examples: layers, uses of parameters, gradients, memory.
+    """The results of autograd at the first examples: layers, uses of parameters, gradients, memory.
 
     Attributes
     ----------
@@ -365,7 +365,7 @@ class _Plain:
     cotangent, gradients, norm
         A random cotangent `(K,)`, the gradients `(n, size)` by name that it gives, and the norm of all.
     saved_bytes, largest_saved
-        What autograd keeps of one example for the backward pass.
+        Bytes that autograd keeps for the backward pass of one example.
     """
 
     def __init__(self, network: Network, taps: Taps, examples: Any, n_outputs: int) -> None:
@@ -400,7 +400,7 @@ class _Plain:
 
 
 def _gradients(outputs: torch.Tensor, moving: list[torch.Tensor], cotangent: torch.Tensor) -> list[torch.Tensor]:
-    """VJP of outputs with zeros for what they do not depend on; the graph is kept."""
+    """VJP of outputs, with zeros for tensors that they do not depend on; the graph is kept."""
     if not outputs.requires_grad or not moving:
         return [torch.zeros_like(value) for value in moving]
     found = torch.autograd.grad(outputs, moving, cotangent.to(outputs.dtype), retain_graph=True, allow_unused=True)

@@ -1,9 +1,9 @@
-"""In: a network in torch and an example. Out: its layers as they are called, and the operands that they store.
+"""Record the layers of a module as they are called, and the operands that they store.
 
-A mode of torch sees every call that multiplies a parameter, whichever module makes it, keeps what goes in and adds a
-zero to what comes out: the cotangent of that zero is the call's, whatever is done in place afterwards. When layers are
-looked for, such calls get detached parameters: one that autograd's graph still reaches is used in another way too, and
-is stored as rows.
+A torch mode sees every call that multiplies a parameter, whichever module makes it, keeps the call's input and adds a
+zero to its output: the cotangent of that zero is the call's cotangent, whatever is done in place afterwards. While
+layers are looked for, such calls get detached parameters: a parameter that autograd's graph still reaches is used in
+another way too, and is stored as rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Key = tuple[str | None, str | None, Form]
 
 
 class Varies(JacstoreError):
-    """A layer is called otherwise for one example than for another."""
+    """Raised when a layer is called differently for one example than for another."""
 
     def __init__(self, names: set[str]) -> None:
         super().__init__(f"{min(names)!r} is used otherwise for one example than for another")
@@ -36,7 +36,7 @@ class Varies(JacstoreError):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Layer:
-    """Calls alike, `len(outputs)` of them for each example.
+    """A layer: calls of the same kind, `len(outputs)` of them per example.
 
     Attributes
     ----------
@@ -64,11 +64,11 @@ class Layer:
 
     @property
     def parameters(self) -> list[tuple[str, bool]]:
-        """Names of the parameters it is of, and whether each is a bias."""
+        """Names of the layer's parameters, and whether each is a bias."""
         return [(name, n == 1) for n, name in enumerate(self.key[:2]) if name is not None]
 
     def term(self, bias: bool) -> Factored:
-        """Its part of the weight's or the bias's row."""
+        """The layer's term in the row of its weight or bias."""
         common: dict[str, Any] = {"cotangents": self.cotangents.name, "scale": 1.0}
         width, form = self.cotangents.shape[-1], self.form
         if bias:
@@ -95,7 +95,7 @@ class Layer:
         )
 
     def as_inputs(self, given: Sequence[torch.Tensor]) -> torch.Tensor:
-        """What went into all calls in the operand's form: positions one call after the other."""
+        """Inputs of all calls in the form of the operand: positions, one call after the other."""
         return _as_inputs(self.form, given, self.dtype)
 
     def as_cotangents(self, given: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -131,7 +131,7 @@ def _as_inputs(form: Form, given: Sequence[torch.Tensor], dtype: torch.dtype) ->
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
-    """What went into a call, and the zero that was added to what came out."""
+    """A call's input, and the zero that was added to its output."""
 
     given: torch.Tensor
     zero: torch.Tensor
@@ -154,7 +154,7 @@ class Named:
 
 
 class Taps(TorchFunctionMode):
-    """Sees calls of a network's parameters while it is entered by `running`; `calls` holds what it saw."""
+    """Record calls with a network's parameters inside `running`, in `calls`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,9 +171,9 @@ class Taps(TorchFunctionMode):
         zeros: Mapping[Key, Sequence[torch.Tensor]] | None,
         active: Collection[str] = (),
     ) -> Iterator[None]:
-        """For one forward pass: add zeros to what calls of the `active` of these parameters return.
+        """Record one forward pass, and add zeros to the outputs of calls with the `active` parameters.
 
-        Without zeros all calls are recorded only.
+        Without zeros, calls are only recorded.
         """
         self._active = active
         self.calls, self._zeros, self._kept = {}, zeros, list(parameters.values())
@@ -182,7 +182,7 @@ class Taps(TorchFunctionMode):
             with self:
                 yield
         finally:
-            # Nothing that belongs to one pass may be taken for a tensor of another.
+            # Identities from one pass must not be mistaken for tensors of another.
             self._named, self._kept = {}, []
         for key, given in (zeros or {}).items():
             if len(self.calls.get(key, ())) != len(given):
@@ -255,7 +255,7 @@ class Taps(TorchFunctionMode):
         return self._zeros is None or key in self._zeros or bool(set(key[:2]) & set(self._active))
 
     def _zero(self, key: Key, at: int, output: torch.Tensor) -> torch.Tensor:
-        """What is added to the output of the call of a key that has this number."""
+        """The zero that is added to the output of a key's call with this number."""
         if self._zeros is None:
             return torch.zeros_like(output).requires_grad_()
         zeros = self._zeros.get(key, ())
@@ -265,7 +265,7 @@ class Taps(TorchFunctionMode):
 
 
 def _keys(form: Form, weight: Named | None, bias: Named | None) -> list[Key]:
-    """What a call is a call of: weight and bias together, unless they are of other rows."""
+    """The keys of a call: weight and bias together, unless they hold different rows."""
     made: dict[Form, list[str | None]] = {}
     for n, of in enumerate((weight, bias)):
         if of:
@@ -278,7 +278,7 @@ def _varies(key: Key) -> Varies:
 
 
 def find_layers(network: Network, taps: Taps, example: Any) -> tuple[tuple[Layer, ...], set[str]]:
-    """Layers that are called for one example, and the parameters that are used outside of such calls too.
+    """Layers that are called for one example, and the parameters that are also used outside such calls.
 
     The tensors of `network.selected` have to require a gradient.
     """

@@ -1,7 +1,7 @@
-"""In: a torch module. Out: a function of parameters and one example, its outputs flattened, and what identifies it.
+"""A module as a function of parameters and one example, its outputs flattened, and its fingerprint.
 
 The module itself is never changed: its parameters are handed in by `torch.func.functional_call`, as detached copies or
-views, so that gradients, modes and types of the user's own stay as they are.
+views, so that the user's gradients, modes and types stay as they are.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Network:
     left_out
         (path, reason) of every other parameter.
     dtype, device
-        Of the first parameter that is selected: what floating inputs are given in, and where.
+        Those of the first selected parameter; floating inputs are converted to them.
     lowest
-        The lowest precision of anything in it, as far as `probe` saw.
+        The lowest precision of any call, as observed by `probe`.
     """
 
     def __init__(self, module: nn.Module, outputs: str | Sequence[int], float64: bool) -> None:
@@ -93,7 +93,7 @@ class Network:
         return {**self.rest, **self.selected, **selected}
 
     def holding(self, selected: Mapping[str, torch.Tensor], run: Callable[[], T]) -> T:
-        """What `run` returns, the module having these parameters also between its calls.
+        """The result of `run`, with these parameters in the module also between its calls.
 
         A backward pass may call parts of a module again (`torch.utils.checkpoint`).
         """
@@ -112,7 +112,7 @@ class Network:
 
 
 class _Holding(nn.Module):
-    """Runs something while `module` has the parameters that this is called with."""
+    """Run a function while `module` has the given parameters."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ def _flattened(output: Any, count: int) -> torch.Tensor:
 
 
 def _as_tree(output: Any) -> Any:
-    """Mappings and dataclasses of outputs, such as those of Hugging Face, as dicts without what is None."""
+    """Mappings and dataclasses of outputs, such as those of Hugging Face, as dicts without None."""
     if dataclasses.is_dataclass(output) and not isinstance(output, (type, Mapping)):
         output = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
     if isinstance(output, Mapping):
@@ -256,7 +256,7 @@ def probe(network: Network, example: Any) -> int:
 
 
 def calling(example: Any) -> Any:
-    """Blame the module for what is raised inside."""
+    """Report what is raised inside as an error of the module."""
     given = ", ".join(f"{path!r}: {leaf.dtype}{list(leaf.shape)}" for path, leaf in paths_and_leaves(example))
     return naming(
         "module raised",
@@ -265,7 +265,7 @@ def calling(example: Any) -> Any:
 
 
 class _Lowest(TorchFunctionMode):
-    """Notes the lowest precision of what any call returns."""
+    """Observe the lowest precision that any call returns."""
 
     def __init__(self, network: Network) -> None:
         super().__init__()

@@ -1,6 +1,7 @@
-"""In: a function of parameters and one example. Out: its backward pass as one flat list of equations, and their values.
+"""Trace the backward pass of one example into one flat list of equations, and evaluate it.
 
-Wrapping calls such as `jit`, `remat` and custom derivatives are opened, so that what forms a gradient can be seen.
+Wrapping calls such as `jit`, `remat` and custom derivatives are inlined, so that the equations that form a gradient can
+be seen.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ CALLS = {
 
 
 class Backward:
-    """The backward pass of one example as one list of equations; `outputs` has their shape and type."""
+    """The backward pass of one example as one list of equations; `outputs` describes the outputs' shape and type."""
 
     def __init__(self, function: Any, selected: list[Any], rest: list[Any], example: Any, outputs: Any) -> None:
         def backward(selected: Any, rest: Any, example: Any, cotangent: Any) -> Any:
@@ -69,7 +70,7 @@ class Backward:
         return not isinstance(var, jex.Literal) and var in self._examples
 
     def values(self, selected: Any, rest: Any, example: Any, cotangent: Any, wanted: Sequence[Any]) -> list[Any]:
-        """Values of variables; only equations that they need are run."""
+        """Evaluate variables; only equations that they depend on are run."""
         arguments = jax.tree_util.tree_leaves((selected, rest, example, cotangent))
         return _evaluate(self.closed.jaxpr, self.closed.consts, arguments, wanted)
 

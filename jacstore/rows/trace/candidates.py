@@ -1,4 +1,4 @@
-"""In: equations at which a gradient begins. Out: what their terms store: operands, their order, and which pair up."""
+"""Candidate terms: operands that a gradient could be stored by, their order of axes, and which terms pair up."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_MAP = 20_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """An operand: a variable of the program and how it is brought into its stored form."""
+    """An operand: a variable of the program, and the steps that bring it into its stored form."""
 
     root: Any
     steps: tuple[tuple[str, Any], ...]
@@ -76,7 +76,7 @@ class Stacked:
 
     @property
     def made(self) -> list[Made]:
-        """Those that are there."""
+        """The operands that are not zeros."""
         return [part for part in self.parts if part is not None]
 
     @property

@@ -1,7 +1,7 @@
-"""In: a prepared problem. Out: the terms of every parameter leaf, and the function that computes what they store.
+"""Choose the terms of every parameter leaf, and make the function that computes what they store.
 
-The backward pass of one example is traced once and cut just before the products that form gradients; XLA then never
-forms them. A gradient that begins anywhere else, such as a weight inside `scan`, is stored as it is: always right, only
+The backward pass of one example is traced once and cut just before the products that form gradients, which XLA then
+never computes. A gradient that begins in any other way, such as inside `while`, is stored as rows: always right, only
 larger.
 """
 
@@ -34,7 +34,7 @@ class Cut:
     leaves
         With their terms; `Dense.start` counts columns of stored rows only.
     operands
-        What factored leaves store, each once.
+        The operands of factored leaves, each once.
     """
 
     leaves: tuple[Leaf, ...]
@@ -46,7 +46,7 @@ class Cut:
     def __call__(
         self, selected: list[Any], rest: list[Any], example: Any, cotangents: Any
     ) -> tuple[Any, dict[str, Any], list[Any]]:
-        """Of one example: outputs `(K,)`, operands, and rows `(k, size)` of the leaves stored as rows.
+        """Compute for one example outputs `(K,)`, operands, and rows `(k, size)` of the leaves stored as rows.
 
         `cotangents` is `(k, K)`; operands that are cotangents have a leading k.
         """
@@ -86,7 +86,7 @@ class Cut:
                 used.update(single)
             else:
                 rows.append(next(plain).reshape(k, -1))
-        # Several rows may be formed from one of them: two convolutions that read the same image.
+        # One operand may be used for several rows: two convolutions that read the same image.
         for name in used:
             del operands[name]
         return rows
@@ -112,7 +112,7 @@ def cut_before_products(prepared: Prepared, layout: str, float64: bool) -> Cut:
 
 
 def cut_with_rows(cut: Cut, paths: Collection[str], n_outputs: int, layout: str) -> Cut:
-    """The same program with the leaves at `paths` as rows: so has a store them that an earlier version began."""
+    """The same program with the leaves at `paths` stored as rows, as in a store that an earlier version began."""
     described = [(leaf.path, leaf.shape, leaf.dtype) for leaf in cut.leaves]
     return _cut(cut._flat, described, n_outputs, layout, paths)
 
@@ -161,7 +161,7 @@ def _cut(
 
 
 def _temporary(core_made: Made | Stacked, names: dict[Any, str], made: dict[str, Made | Stacked]) -> str:
-    """A name for an operand that is needed to form rows, apart from those that are stored."""
+    """A name for an operand that is only needed to form rows and is not stored."""
     key = ("temporary", core_made.key)
     if key not in names:
         names[key] = f"temporary{len(names)}"

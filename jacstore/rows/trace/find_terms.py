@@ -1,7 +1,7 @@
-"""In: a flat backward pass. Out: for every parameter leaf the products, look-ups or sums of cotangents that form it.
+"""Find the products, look-ups or sums of cotangents that form the gradient of each parameter leaf.
 
-A gradient is followed back through steps that only move or scale numbers. Sums of cotangents, such as biases, are tied
-to the cotangents of the layer they belong to.
+A gradient is followed back through steps that only move or scale numbers. Sums of cotangents, such as the gradients of
+biases, are tied to the cotangents of their layer.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Product:
     geometry: dict[str, Any] = field(default_factory=dict)
 
     def core(self, made: Callable[..., Made], scale: float, views: Views) -> Core:
-        """What is stored, `made(var, steps, role, shape)` being an operand."""
+        """The core of what is stored; `made(var, steps, role, shape)` makes an operand."""
         block, sizes = self.block, self.block.sizes
         operands: list[Made | None] = []
         for side, role, lead in zip((block.inputs, block.cotangents), ("inputs", "cotangents"), self.lead, strict=True):
@@ -100,7 +100,7 @@ class _Product:
 
 
 class Finder:
-    """Follows gradients back to the equations that form them."""
+    """Follow gradients back to the equations that form them."""
 
     def __init__(self, flat: Backward) -> None:
         self.flat = flat
@@ -215,7 +215,7 @@ class Finder:
         product = self._begun(eqn)
         block = product.block
         block.keeps_slots = slots
-        # Behind the last map numbers are only moved, whatever the axes.
+        # After the last map, numbers are only moved, whatever the axes.
         count = max((n + 1 for n, (kind, _) in enumerate(views) if kind in ("map", "sum")), default=0)
         try:
             for kind, what in views[:count]:
@@ -227,7 +227,7 @@ class Finder:
         return product.core(self._made, scale, (*block.views(), *views[count:]))
 
     def _map(self, eqn: Any, var: Any) -> WeightMap | None:
-        """The linear step from which `var` comes, if it is one that may be carried over to a product."""
+        """The linear step that produces `var`, if it can be carried over to a product."""
         flat, name, p = self.flat, eqn.primitive.name, eqn.params
         if name in ("slice", "rev"):
             return WeightMap(kind=name, params=p)
@@ -245,7 +245,7 @@ class Finder:
             found = self._lookup(eqn)
             ids, size = (found.ids, int(eqn.invars[0].aval.shape[found.axis]))
             lookups = [axis for axis in range(eqn.invars[2].aval.ndim) if axis not in found.windows]
-            # A look-up that keeps its axis as one of length 1 has an axis more than the table.
+            # A look-up that keeps its axis with length 1 has one axis more than the table.
             alike = eqn.invars[2].aval.ndim == eqn.invars[0].aval.ndim and lookups == [found.axis]
             if alike and math.prod(ids.aval.shape) == eqn.invars[2].aval.shape[found.axis]:
                 params = {"axis": found.axis, "size": size, "clip": found.clip}
@@ -326,7 +326,7 @@ class Finder:
         return (value, left) if math.isfinite(value) and value else None
 
     def _rooted(self, var: Any) -> tuple[Any, tuple[tuple[str, Any], ...]]:
-        """The variable that `var` is only a moved form of, and the moves."""
+        """The variable whose numbers `var` only moves, and the moves."""
         steps: tuple[tuple[str, Any], ...] = ()
         while not isinstance(var, jex.Literal) and (eqn := self.flat.producer.get(var)) is not None and _is_move(eqn):
             steps = (*_as_views(eqn), *steps)
@@ -535,7 +535,7 @@ def _is_complex(var: Any) -> bool:
 
 
 def _is_exact_cast(eqn: Any) -> bool:
-    """Whether an equation only casts to a type that holds every value of the one before, so that it may be skipped."""
+    """Whether an equation only casts to a type that holds every value of the old type, so that it may be skipped."""
     if eqn.primitive.name != "convert_element_type":
         return False
     before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
@@ -567,7 +567,7 @@ def _is_zero(flat: Backward, var: Any) -> bool:
 
 
 def _tidy(views: Views, first: int = 0) -> Views:
-    """Without moves that change nothing: a run of reshapes or transposes is one, the identity is none.
+    """Remove moves that change nothing: a run of reshapes or transposes becomes one, and the identity none.
 
     The `first` ones are kept as they are.
     """

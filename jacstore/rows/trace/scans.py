@@ -1,9 +1,9 @@
-"""Products inside a scan, taken out of it: the steps become positions, or groups, of one product.
+"""Take products out of scans: the steps become positions, or groups, of one product.
 
-The backward pass of a recurrent layer adds `a_t ⊗ d_t` to a weight's gradient at every step of a scan, that of scanned
-layers puts one such product for each layer side by side. Both are rewritten so that the scan only returns the operands
-of all steps, `(T, ...)`, and one product follows it, which contracts the steps or keeps them as a batch. The values are
-the same; what forms a gradient then stands where it can be followed.
+The backward pass of a recurrent layer adds `a_t ⊗ d_t` to the gradient of a weight at every step of a scan; that of
+scanned layers stacks one such product per layer. Both are rewritten so that the scan only returns the operands of all
+steps, `(T, ...)`, and one product follows it, which contracts the steps or keeps them as a batch axis. The values are
+the same, and what forms the gradient then stands where it can be followed.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Scan:
         return plan
 
     def _addends(self, before: Any, after: Any) -> list[Any] | None:
-        """What a step adds to a carry that nothing else reads; None if it does more than add."""
+        """The terms that a step adds to a carry that nothing else reads; None if the step does more than add."""
         if isinstance(after, jex.Literal) or self.uses.get(before) != 1:
             return None
         parts, todo, found = [], [after], False
@@ -131,7 +131,7 @@ class Scan:
                 continue
             eqn = None if isinstance(var, jex.Literal) else self.producer.get(var)
             if eqn is not None and eqn.primitive.name in ("add", "add_any") and self._contains(eqn, before):
-                # A sum so far that a step also returns or reads has to be carried along.
+                # A running sum that a step also returns or reads must stay in the carry.
                 if self.uses[var] != 1:
                     return None
                 todo += eqn.invars
@@ -151,7 +151,7 @@ class Scan:
         return False
 
     def _product(self, var: Any, sums: bool) -> _Taken | None:
-        """The product that a variable is a moved form of, if it may be taken out."""
+        """The product whose numbers a variable only moves, if it may be taken out."""
         after: list[_Step] = []
         while True:
             if isinstance(var, jex.Literal) or (eqn := self.producer.get(var)) is None:
@@ -165,7 +165,7 @@ class Scan:
                 break
             zeros = [self._zeros(v) for v in eqn.invars] if name in ("add", "add_any") else []
             if any(zeros):
-                # The sum that an inner scan began with.
+                # The initial value of an inner scan's sum.
                 var = eqn.invars[zeros.index(True) - 1]
                 continue
             if (step := _step(eqn, var)) is None:
@@ -199,14 +199,14 @@ class Scan:
         kept_ys = [n for n in range(len(self.ys)) if n not in plan.stacked]
         operands = {v for taken in plan.products for v in _operands(taken.eqn)}
         operands |= {self._root(part) for parts in plan.plain.values() for part in parts}
-        # What every step is given, or returns already, need not be returned again.
+        # Inputs of the steps, and values that they return already, need not be returned again.
         outer = dict(given)
         returned = [v for v in dict.fromkeys(_ordered(operands, self.body)) if v not in outer]
         wanted = [*(self.carry_out[n] for n in kept_carry), *(self.ys[n] for n in kept_ys)]
         extra = [v for v in returned if all(v is not self.ys[n] for n in kept_ys)]
 
         def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-            # An accumulator that is taken out is read by nothing that is wanted.
+            # Nothing that is asked for reads an accumulator that was taken out.
             whole = dict(zip(kept_carry, carry, strict=True))
             carried = [whole.get(n, init[n]) for n in range(self.n_carry)]
             found = evaluate(self.body.jaxpr, self.body.consts, [*consts, *carried, *x], [*wanted, *extra])

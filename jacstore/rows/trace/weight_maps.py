@@ -1,9 +1,9 @@
-"""Linear maps between a weight and its product, carried over to the product's operands.
+"""Carry linear maps between a weight and its product over to the operands of the product.
 
 Where a network multiplies by a slice of a weight, by a permuted, scaled or centred one, or by `W + A @ B`, the row of
 the weight is a linear map of the outer product `sum_t a_t ⊗ d_t`. A map that acts on axes of one side only is applied
-to that side, `M (a ⊗ d) = (M a) ⊗ d`, which is exact and keeps the row in two factors. Axes of the product are
-followed by name through every step; a map that joins both sides, such as a mask of single entries, has no such form.
+to that side, `M (a ⊗ d) = (M a) ⊗ d`, which is exact and keeps the row in two factors. Axes of the product are followed
+by name through every step; a map that joins both sides, such as a mask of single entries, has no such form.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class WeightMap:
     kind
         slice, pad, rev, scale, matmul, broadcast or scatter.
     params
-        What the equation says: bounds, paddings, axes.
+        Parameters of the equation: bounds, paddings, axes.
     needs
         Variables that it multiplies or indexes by; they depend on parameters alone.
     """
@@ -58,7 +58,7 @@ class OperandMap:
 
 @dataclass(kw_only=True)
 class Side:
-    """One operand on its way to its stored form: the variable, what was done to it, and its axes by key."""
+    """One operand on its way to its stored form: the variable, the steps applied to it, and its axes by key."""
 
     var: Any
     keys: list[int]
@@ -228,7 +228,7 @@ class ProductBlock:
         self.sizes[fresh] = size
 
     def _new_axis(self, axis: int) -> int:
-        """An axis of length 1 gets a place on the side that was mapped last."""
+        """Give an axis of length 1 a place on the side that was mapped last."""
         self._check_open()
         key = self.axes[axis] = next(self._fresh)
         self.sizes[key] = 1
@@ -347,7 +347,7 @@ class ProductBlock:
         def scatter(value: Any, at: int, ids: Any) -> Any:
             moved = jnp.moveaxis(value, at, 0)
             places = ids.reshape(-1)
-            # Of what lies outside `scatter` drops both ends, `at` would count negative places from the end.
+            # `scatter` drops indices outside on both ends, whereas `at` would count negative ones from the end.
             places = jnp.clip(places, 0, size - 1) if clip else jnp.where(places < 0, size, places)
             placed = jnp.zeros((size, *moved.shape[1:]), value.dtype).at[places].add(moved, mode="drop")
             return jnp.moveaxis(placed, 0, at)
