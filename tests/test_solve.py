@@ -748,29 +748,6 @@ def test_ridge_regression_keeps_to_the_manner_of_scikit_learn():
     assert error(model.predict(case.cross), case.factor("eigh").predict(case.cross, case.y)) < 1e-9
 
 
-def test_the_lines_of_the_readme_run(digits, tmp_path):
-    folder, labels, (f0, f0_cross) = digits
-    text = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-    block = text.split("## What a kernel answers")[1].split("```python\n")[1].split("```")[0]
-    store, other_store = (jacstore.open(folder / name) for name in ("run.jac", "other.jac"))
-    given = {
-        "jacstore": jacstore,
-        "store": store,
-        "kernel": jacstore.open(folder / "full.ntk"),
-        "cross": jacstore.open(folder / "full-cross.ntk"),
-        "blocks": jacstore.gram(other_store, out=tmp_path / "blocks.ntk", mode="blocks"),
-        "by_leaf": jacstore.gram(store, out=tmp_path / "leaves.ntk", by_leaf=True),
-        "y": np.eye(10)[labels][:, :2],
-        "f0": f0,
-        "f0_cross": f0_cross,
-        "r_train": jacstore.loss_gradients(f0, np.minimum(labels, 1)),
-        "r_test": jacstore.loss_gradients(f0_cross, np.zeros(60, int)),
-        "times": [0.0, 1.0],
-    }
-    exec(block, given)
-    assert given["factor"].alpha == 0.01 and len(given["grid"].alpha) == 3
-
-
 # --- weighting --------------------------------------------------------------------------------------------------------
 
 
