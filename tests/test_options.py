@@ -10,11 +10,11 @@ import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from helpers_errors import refusal
 
 import jacstore
 import jacstore.cli.commands
 import jacstore.rows.build
+from helpers_errors import refusal
 from jacstore import InvalidRequestError
 from jacstore.base.limits import DTYPES
 from jacstore.base.options import Options, count, described, flag_of, host_memory, other, pair, size, switch, word

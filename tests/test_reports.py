@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from helpers_process import write_target
 
 import jacstore
+from helpers_process import write_target
 from jacstore.base.schema import Reported
 from jacstore.cli.commands import main
 from jacstore.kernels.gram import plan_for

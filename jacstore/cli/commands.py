@@ -15,7 +15,7 @@ from jacstore.cli.terminal import Lines, OneLineErrors, Shared, Stop, Words, com
 from jacstore.kernels.plan.options import GramOptions
 from jacstore.rows.options import BuildOptions
 
-# The words of flags whose modules take seconds to import; tests/test_cli.py compares them with what those allow.
+# The words of flags whose modules take seconds to import; tests/cli/test_cli.py compares them with what those allow.
 LIKELIHOODS = Words("gaussian", "softmax")
 PRODUCT_PRECISIONS = Words("float64", "float32")
 METHODS = Words("auto", "perturb", "cg", "eigh", "lanczos", "ciq-dual", "ciq-primal", "ggn")

@@ -1,0 +1,1 @@
+"""Tests of whole jobs, which span rooms."""

@@ -1,0 +1,195 @@
+"""File systems without locks, and folders that cannot be flushed: the same bytes, one at a time, and one line."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+import jacstore
+import jacstore.storage.exclusive
+from helpers_errors import refusal
+from helpers_process import MAIN, Command, environment, invoke, run_command, write_target
+from jacstore import build, gram
+from jacstore.base.events import Noted
+from jacstore.errors import InvalidRequestError, LockedError
+from jacstore.storage.exclusive import NO_LOCKS, held
+from jacstore.storage.files import UNFLUSHED
+from jacstore.store.codec_choice import measured_disk_speed
+from jacstore.testing import Counting, mlp
+
+# What a process on such a file system does first.
+WITHOUT = """
+import errno, fcntl, os, stat
+real = os.fsync
+def flock(*_):
+    raise OSError({number}, os.strerror({number}))
+def fsync(descriptor):
+    if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+    real(descriptor)
+fcntl.flock, os.fsync = flock, fsync
+"""
+
+
+@pytest.fixture(params=NO_LOCKS)
+def no_locks(request, monkeypatch):
+    def refuse(*_):
+        raise OSError(request.param, os.strerror(request.param))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+
+def test_a_build_and_a_gram_without_locks_give_the_same_and_say_so_once(no_locks, tmp_path):
+    for run in (
+        lambda seen: build(mlp(7), tmp_path / "run.jac", unit_size=2, listener=seen),
+        lambda seen: gram(tmp_path / "run.jac", out=tmp_path / "run.ntk", tile=3, listener=seen),
+    ):
+        seen = Counting()
+        assert run(seen).complete
+        (noted,) = seen.of(Noted)
+        assert "no file locks" in noted.text and "\n" not in noted.text
+    truth = gram(build(mlp(7), None, unit_size=2), tile=3)
+    assert (jacstore.open(tmp_path / "run.ntk").array.compute() == truth.array.compute()).all()
+    assert not list(tmp_path.rglob("*.held*"))
+
+
+def test_a_lock_that_fails_for_another_reason_is_refused_in_one_line(monkeypatch, tmp_path):
+    def fail(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    assert "cannot be written" in refusal(build, mlp(7), tmp_path / "run.jac", error=InvalidRequestError)
+
+
+def refuse_to_flush(monkeypatch, kind, number):
+    real = os.fsync
+
+    def fsync(descriptor):
+        if kind(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_folders_that_cannot_be_flushed_are_no_fault(number, monkeypatch, tmp_path):
+    refuse_to_flush(monkeypatch, stat.S_ISDIR, number)
+    build(mlp(7), tmp_path / "run.jac", unit_size=2)
+    assert gram(tmp_path / "run.jac", out=tmp_path / "run.ntk").complete
+
+
+@pytest.mark.parametrize(("kind", "number"), [(stat.S_ISREG, errno.EINVAL), (stat.S_ISDIR, errno.EIO)])
+def test_files_must_be_flushed_and_folders_without_an_error(kind, number, monkeypatch, tmp_path):
+    refuse_to_flush(monkeypatch, kind, number)
+    assert "cannot be written" in refusal(build, mlp(7), tmp_path / "run.jac", codec="none", error=InvalidRequestError)
+
+
+@pytest.mark.parametrize("number", UNFLUSHED)
+def test_the_speed_of_a_disk_that_cannot_flush_is_that_of_writing_to_it(number, monkeypatch, tmp_path):
+    refuse_to_flush(monkeypatch, stat.S_ISREG, number)
+    assert 0 < measured_disk_speed(tmp_path / "run.jac") < float("inf")
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO, errno.ENOSPC])
+def test_a_build_that_measures_the_disk_is_refused_in_one_line_where_files_cannot_be_flushed(
+    number, monkeypatch, tmp_path
+):
+    refuse_to_flush(monkeypatch, stat.S_ISREG, number)
+    said = refusal(build, mlp(7), tmp_path / "run.jac", codec="auto", error=InvalidRequestError)
+    assert ("disk full" if number == errno.ENOSPC else "cannot be written") in said and str(tmp_path) in said
+
+
+def test_a_folder_in_which_no_file_can_be_made_to_measure_the_disk_is_named(monkeypatch, tmp_path):
+    def refuse(**_):
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    said = refusal(measured_disk_speed, tmp_path / "run.jac", error=InvalidRequestError)
+    assert str(tmp_path) in said and "--out" in said
+
+
+def test_a_build_without_locks_is_refused_a_second_time_killed_and_continued(tmp_path):
+    target, out = write_target(tmp_path), tmp_path / "run.jac"
+    code = WITHOUT.format(number=errno.ENOSYS) + MAIN
+    words = ("build", f"{target}:held", "--out", out, "--codec", "none", "--unit-size", 2, "--batch-size", 2)
+    with Command(*words, code=code) as first:
+        first.wait_for(lambda: (out / "ledger/unit-0000000.json").exists() and (tmp_path / "reached").exists())
+        second = run_command(*words, code=code)
+        assert second.returncode == 2 and f"process {first.process.pid}" in second.stderr
+        os.kill(first.process.pid, signal.SIGKILL)
+        first.process.wait()
+    (tmp_path / "go").touch()
+    again = run_command(*words, code=code)
+    assert again.returncode == 0 and "reused" in again.stdout and again.stderr.count("no file locks") == 1
+    kernel = run_command("gram", out, "--out", tmp_path / "run.ntk", code=code)
+    assert kernel.returncode == 0 and "fault" not in kernel.stderr
+    assert invoke("verify", out, "--target", f"{target}:held").exit_code == 0
+
+
+def test_of_two_claims_on_the_same_units_exactly_one_wins(no_locks, tmp_path):
+    from jacstore import StoreWriter
+
+    with StoreWriter(tmp_path / "run.jac", {"w": (4,)}, 4, 1, unit_size=1):
+        again = StoreWriter(tmp_path / "run.jac", {"w": (4,)}, 4, 1, unit_size=1)
+        assert "process" in refusal(again.__enter__, error=LockedError)
+
+
+COUNT = """
+import sys
+from pathlib import Path
+from jacstore.storage.exclusive import held
+folder = Path(sys.argv[1])
+for _ in range(40):
+    with held(folder / "turn"):
+        number = int((folder / "count").read_text())
+        (folder / "count").write_text(str(number + 1))
+"""
+
+
+def dead(**changes: object) -> str:
+    """What a process that is no more left."""
+    owner = {
+        "host": jacstore.base.machine.hostname(),
+        "boot": jacstore.base.machine.boot_id(),
+        "pid": os.getpid(),
+        "start": "1",
+    }
+    return json.dumps({**owner, "token": "x", **changes})
+
+
+def test_processes_take_turns_and_one_alone_takes_over_what_a_dead_one_left(tmp_path):
+    (tmp_path / "count").write_text("0")
+    (tmp_path / "turn").write_text(dead())
+    # One that died while it took that over.
+    left = jacstore.storage.exclusive._identity(tmp_path / "turn")
+    (tmp_path / f"turn.{left}").write_text(dead(token="y"))
+    command = [sys.executable, "-c", COUNT, str(tmp_path)]
+    running = [subprocess.Popen(command, env=environment()) for _ in range(4)]
+    assert [process.wait(60) for process in running] == [0] * 4
+    assert (tmp_path / "count").read_text() == "160"
+    assert [path.name for path in tmp_path.iterdir()] == ["count"]
+
+
+@pytest.mark.parametrize("body", [dead(host="elsewhere"), "", "{", "[]"], ids=["elsewhere", "empty", "torn", "list"])
+def test_what_nobody_here_can_ask_about_is_taken_over_when_it_has_stood_still(body, monkeypatch, tmp_path):
+    (tmp_path / "turn").write_text(body)
+    monkeypatch.setattr(jacstore.storage.exclusive, "STALE_SECONDS", 0.0)
+    with held(tmp_path / "turn"):
+        assert str(os.getpid()) in (tmp_path / "turn").read_text()
+    assert not (tmp_path / "turn").exists()
+
+
+def test_a_process_that_was_taken_for_dead_leaves_what_another_one_holds(tmp_path):
+    with held(tmp_path / "turn"):
+        (tmp_path / "turn").write_text(dead())
+    assert (tmp_path / "turn").read_text() == dead()
