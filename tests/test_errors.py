@@ -229,6 +229,6 @@ def test_a_matrix_or_a_record_that_may_not_be_read_is_not_called_damaged(
     with pytest.raises(InvalidRequestError, match=r"^rows of unit 3"):
         jacstore.ggn(store, "gaussian", alpha=0.1, out=tmp_path / "run.ggn")
     monkeypatch.undo()
-    monkeypatch.setattr(type(store), "record", lambda *_: raised(InvalidRequestError))
+    monkeypatch.setattr(type(store), "unit", lambda *_: raised(InvalidRequestError))
     with pytest.raises(InvalidRequestError, match=r"^rows of unit 3"):
         StoreChecks(store, 2**30).records()

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jacstore.base.precision import ROUNDOFF
 from jacstore.errors import InvalidFunctionError, JacstoreError
 from jacstore.problem.fingerprint import same_program
 from jacstore.problem.outputs import Flat, calling, first_of_batch, flatten_outputs
@@ -17,6 +18,8 @@ from jacstore.problem.parameters import Parameters
 from jacstore.problem.program import traced_anew
 from jacstore.problem.twofold import compiled_quickly, of_two, twice
 
+# Draws of moved numbers, and how many times as far as these move a gradient rounding may have moved it.
+SHAKES, SHAKEN = 4, 8
 # Rounding, also in bfloat16, moves outputs by less than this; other random numbers move them by about their size.
 OTHER_FUNCTION = 0.1
 
@@ -208,3 +211,16 @@ def perturbed(leaf: np.ndarray) -> np.ndarray:
         return ~leaf
     flipped = np.flip(leaf)
     return flipped if (flipped != leaf).any() else np.where(leaf > 0, leaf - 1, leaf + 1).astype(leaf.dtype)
+
+
+def shaken(tree: Any, rounding: float, draw: np.random.Generator) -> Any:
+    """Floating numbers of a tree moved by about a rounding: of relative size `rounding`, or of their own type's."""
+
+    def shake(leaf: Any) -> Any:
+        array = np.asarray(leaf)
+        if not jnp.issubdtype(array.dtype, np.floating):
+            return leaf
+        own = max(rounding, ROUNDOFF.get(array.dtype.name, 0.0))
+        return (array.astype(np.float64) * (1 + own * draw.uniform(-2, 2, array.shape))).astype(array.dtype)
+
+    return jax.tree_util.tree_map(shake, tree)

@@ -19,6 +19,7 @@ import numpy as np
 from jacstore.base.budget import BUILD, Budget
 from jacstore.base.precision import ROUNDOFF, compute_dtype
 from jacstore.errors import InvalidFunctionError
+from jacstore.problem.probes import SHAKEN, SHAKES, shaken
 from jacstore.problem.problem import Prepared, precision_context
 from jacstore.problem.twofold import compiled_quickly, of_two, twice
 from jacstore.store.reader import operand_array
@@ -31,7 +32,6 @@ SHARE = 0.02
 LOOSE = {"float32": 1e-2, "float64": 1e-6}
 ROUNDINGS = 64
 # Gradients with numbers moved by a rounding, and how often as far as the largest move a stored row may be away.
-SHAKES, SHAKEN = 4, 8
 
 
 def leaves_checked(leaves: Sequence[Leaf], memory: int) -> tuple[list[int], int]:
@@ -140,16 +140,7 @@ class RowCheck:
 
     def _shaken(self, tree: Any) -> Any:
         """Floating numbers moved by about a rounding of the lowest type that is computed in."""
-
-        def shake(leaf: Any) -> Any:
-            array = np.asarray(leaf)
-            if not jax.numpy.issubdtype(array.dtype, np.floating):
-                return leaf
-            own = max(self._rounding, ROUNDOFF.get(array.dtype.name, 0.0))
-            moved = array.astype(np.float64) * (1 + own * self._draw.uniform(-2, 2, array.shape))
-            return moved.astype(array.dtype)
-
-        return jax.tree_util.tree_map(shake, tree)
+        return shaken(tree, self._rounding, self._draw)
 
     def _lowered(self, float64: bool) -> Any:
         """The plain backward pass of one example for one cotangent, traced by the calling thread."""

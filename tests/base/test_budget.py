@@ -166,8 +166,8 @@ def test_the_parts_of_a_planned_build_add_up_to_at_most_the_memory(out: str, mem
     except InvalidRequestError as refusal:
         assert memory < 60_000 and "--memory" in str(refusal) and "device_pass" in str(refusal)
         return
-    parts = facts["memory_parts"]
-    assert sum(parts.values()) <= facts["memory"] == memory and min(parts.values()) >= 0
+    parts = facts.memory_parts
+    assert sum(parts.values()) <= facts.memory == memory and min(parts.values()) >= 0
     assert {"unit_buffers", "device_pass", "row_check", "inputs"} <= parts.keys()
     assert ("store_in_ram" in parts) == (out == "memory://")
 
@@ -252,13 +252,13 @@ def test_the_parts_of_a_planned_gram_add_up_to_at_most_the_memory(
     except InvalidRequestError as refusal:
         assert "--memory" in str(refusal) and "(memory=)" in str(refusal)
         return
-    parts = facts["memory_parts"]
+    parts = facts.memory_parts
     assert sum(parts.values()) <= memory and min(parts.values()) >= 0
     held = {name: parts.pop(name) for name in ("stores_in_ram", "kernel_in_ram") if name in parts}
     assert (held["stores_in_ram"] > 0) == (kind == "ram") and ("kernel_in_ram" in held) == in_ram
     assert {"accumulators", "tile_copies", "reading", "slabs"} <= parts.keys()
     if part == "1/1":
-        assert sum(parts.values()) == facts["memory"]
+        assert sum(parts.values()) == facts.memory
     assert ("factors" in parts) == (kind == "factors")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -248,6 +246,6 @@ def test_inputs_whose_chunks_or_batches_do_not_fit_are_refused(batch_size, said)
 def test_memory_of_an_accelerator_is_not_taken_from_that_for_columns(monkeypatch):
     problem = mlp(11)
     truth = jacstore.jacobian_operator(problem) @ np.ones(66)
-    monkeypatch.setattr(jacstore.operators.autodiff, "device", lambda: SimpleNamespace(platform="gpu"))
-    monkeypatch.setattr(jacstore.operators.autodiff, "device_budget", lambda given, memory: 100 * memory)
+    monkeypatch.setattr(jacstore.operators.autodiff, "on_accelerator", lambda: True)
+    monkeypatch.setattr(jacstore.operators.autodiff, "device_memory", lambda given, budget: 100 * budget.total)
     assert_close(jacstore.jacobian_operator(problem, memory="1GB") @ np.ones(66), truth)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import jax
@@ -268,7 +269,7 @@ def test_maps_that_contradict_themselves_are_refused(made, field, value):
         "operands": [operand.to_dict() for operand in store.operands],
         "left_out": [],
         "fingerprint": {},
-        "resolved": store.resolved,
+        "resolved": dataclasses.asdict(store.choices),
         "versions": {},
     }
     attributes = json.loads(json.dumps(attributes))

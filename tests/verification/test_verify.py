@@ -628,3 +628,14 @@ def test_tiles_are_repaired_with_as_many_blas_threads_as_they_were_computed_with
     asked.clear()
     assert gram(store, None, tmp_path / "k", tile=4, memory=MEMORY).report["tiles_computed"] == 1
     assert set(asked) == {1} and contents(tmp_path / "k", "kernel") == before
+
+
+def test_a_right_row_of_which_rounding_leaves_little_is_no_fault_and_a_wrong_one_is(tmp_path):
+    # Where tanh is close to 1 its slope is the rounding of 1 - tanh², in whichever order it is computed.
+    inputs = np.random.default_rng(0).normal(size=(64, 10)).astype(np.float32)
+    params = {"w": np.ones((10, 4), np.float32)}
+    problem = Problem(apply=lambda p, x: jnp.tanh(x @ p["w"]), params=params, inputs=inputs)
+    store = build(problem, tmp_path / "run.jac")
+    assert verify(store, problem, full=True).ok
+    wrong = Problem(apply=lambda p, x: 1.001 * jnp.tanh(x @ p["w"]), params=params, inputs=inputs)
+    assert verify(store, wrong, full=True).check("rows").state == "failed"
