@@ -260,7 +260,7 @@ def decode(body: memoryview, record: tuple[int, int, int], out: np.ndarray, layo
 
 
 def _blosc(codec: str) -> Blosc:
-    # Bit shuffle was best for float rows, see the README.
+    # Bit shuffle was best for float rows, see docs/benchmarks.md.
     return Blosc(cname=codec, clevel=BLOSC_LEVELS[codec], shuffle=Blosc.BITSHUFFLE)
 
 

@@ -423,7 +423,7 @@ def test_a_kernel_with_a_replaced_diagonal_or_of_another_store_is_refused(wide):
         ({"likelihood": np.ones(3)}, "--likelihood ndarray"),
         ({"alpha": "much"}, "--alpha much"),
         ({"q": 0, "method": "ciq-dual"}, "q=0"),
-        ({"likelihood": "poisson"}, "poisson"),
+        ({"likelihood": "no-such-likelihood"}, "no-such-likelihood"),
         ({"kernel": None, "method": "perturb"}, "needs the kernel"),
         ({"n": 10**7, "memory": "200MB"}, "draw fewer"),
     ],

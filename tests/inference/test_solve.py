@@ -818,7 +818,7 @@ def test_a_gaussian_weight_changes_nothing_and_wrong_requests_are_refused(kernel
     kernel, outputs = jacstore.open(kernels / "full.ntk"), np.zeros((12, K))
     same = jacstore.weighted(kernel, outputs, likelihood="gaussian")
     assert np.array_equal(np.asarray(same), np.asarray(kernel.array))
-    assert "gaussian, softmax" in refused(jacstore.weighted, kernel, outputs, "poisson")
+    assert "gaussian, softmax" in refused(jacstore.weighted, kernel, outputs, "no-such-likelihood")
     assert "both, columns, rows" in refused(jacstore.weighted, kernel, outputs, sides="left")
     assert "12 examples x 2" in refused(jacstore.weighted, kernels / "full-cross.ntk", outputs)
     assert "mode trace" in refused(jacstore.weighted, jacstore.open(kernels / "trace.ntk"), outputs)

@@ -367,7 +367,7 @@ def test_what_cannot_be_is_refused_in_one_line(mlp):
         (lambda: jacstore.operator(store, examples=[0.5]), "examples="),
         (lambda: jacstore.operator(store, precision="fast"), "precision="),
         (lambda: jacstore.operator(store, memory="1kB") @ normal(66), "memory="),
-        (lambda: jacobian.ggn("poisson"), "likelihood="),
+        (lambda: jacobian.ggn("no-such-likelihood"), "likelihood="),
         (lambda: jacobian.ggn(np.ones(5)), "weights="),
         (lambda: jacobian.ggn(np.arange(14 * 9.0).reshape(14, 3, 3)), "symmetric"),
         (lambda: jacobian.ggn(alpha=-1), "alpha="),
@@ -461,7 +461,7 @@ def test_a_matrix_that_does_not_fit_is_refused_before_anything_is_read(mlp):
         jacstore.ggn(store, memory="30kB")
     assert store.decoded_bytes_read == before
     with pytest.raises(InvalidRequestError, match="likelihood="):
-        jacstore.ggn(store, "poisson")
+        jacstore.ggn(store, "no-such-likelihood")
 
 
 # ------------------------------------------------------------------------------------------------------------- memory
