@@ -23,7 +23,9 @@ from helpers_errors import refusal
 from helpers_process import SECONDS, contents, environment, hold_reads, invoke
 
 import jacstore
+import jacstore.kernels.plan.plan
 import jacstore.kernels.plan.schedule
+import jacstore.storage.files
 import jacstore.store.layout
 from jacstore import StoreWriter, build, gram
 from jacstore.base.events import ItemDone
@@ -223,6 +225,27 @@ def test_a_script_without_a_guard_is_not_run_again_by_its_workers(store, alone, 
     for name in ("first.ntk", "second.ntk"):
         kernel = jacstore.open(tmp_path / name)
         assert kernel.complete and kernel_error(values(kernel), alone, rows) <= FLOAT32
+
+
+# --- many items -------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_and_a_rerun_list_their_items_and_their_records_no_more_often_for_many(tmp_path, monkeypatch):
+    """Lists of all items were made anew several times for each of them: 300 CPU seconds for 5,050."""
+    made, listed = [], []
+    plans, names = jacstore.kernels.plan.plan, jacstore.storage.files.Folder.names
+    monkeypatch.setattr(plans, "Item", lambda real=plans.Item, **named: made.append(1) or real(**named))
+    monkeypatch.setattr(jacstore.storage.files.Folder, "names", lambda *given: listed.append(1) or names(*given))
+    counts = {}
+    for n, items in ((5, 15), (15, 120)):
+        held = build(mlp(n), tmp_path / f"{n}.jac", layout="factored", codec="none")
+        for name in ("run", "rerun"):
+            made.clear()
+            listed.clear()
+            gram(held, out=tmp_path / f"{n}.ntk", tile=1)
+            counts[name, n] = len(listed)
+            assert len(made) == items
+    assert counts["run", 15] == counts["run", 5] and counts["rerun", 15] == counts["rerun", 5]
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

@@ -11,8 +11,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 import dask
-from dask.base import compute
-from dask.delayed import delayed
+from dask.threaded import get
 from distributed import Client, KilledWorker, LocalCluster, Nanny
 
 from jacstore.base.events import ItemDone, Listener
@@ -37,9 +36,9 @@ def on_threads(work: Work, todo: list[int], listener: Listener, stop: Callable[[
         return result
 
     alive = ITEMS_ALIVE if work.kernel.plan.resident else 1
-    tasks = [delayed(one, pure=False)(number) for number in todo]
+    # A graph of our own: thousands of delayed calls would each be looked up among all others.
     try:
-        return list(compute(*tasks, scheduler="threads", num_workers=alive))
+        return list(get({("item", n): (one, n) for n in todo}, [("item", n) for n in todo], num_workers=alive))
     finally:
         # After an error or Ctrl-C Dask returns at once; running items must stop before their lock is given up.
         abandoned.set()

@@ -33,7 +33,15 @@ from jacstore.kernels.plan.plan import GramPlan, block_shape
 from jacstore.kernels.plan.schedule import plan_gram
 from jacstore.kernels.plan.steps import plan_steps
 from jacstore.kernels.repair import repair_tiles
-from jacstore.kernels.resume import damaged_tiles, finished_groups, group_lock, items_done, sweep_items, tiles_done
+from jacstore.kernels.resume import (
+    damaged_tiles,
+    finished_groups,
+    group_is_finished,
+    group_lock,
+    items_done,
+    sweep_items,
+    tiles_done,
+)
 from jacstore.storage import zarr_group
 from jacstore.storage.checkpoints import CHECKPOINT_SHARE, CHECKPOINT_SPEED
 from jacstore.storage.files import Files, Folder
@@ -492,11 +500,11 @@ class _Job:
         kernel, results = work.kernel, []
         done, finished = items_done(work), finished_groups(kernel)
         for group in range(len(kernel.plan.groups)):
-            items = {item.number for item in kernel.plan.items if item.group == group}
+            items = {item.number for item in kernel.plan.items_of(group)}
             if group in finished or not items <= done:
                 continue
             with contextlib.suppress(LockedError), group_lock(kernel, group, listener):
-                if group not in finished_groups(kernel):
+                if not group_is_finished(kernel, group):
                     results.append(finish_group(work, group))
         return results
 
@@ -513,7 +521,7 @@ class _Job:
         )
         seconds = max(plan.flops / speed, plan.bytes_expected / read_speed)
         interval = accumulators / CHECKPOINT_SPEED / CHECKPOINT_SHARE
-        item_seconds = seconds / len(plan.items)
+        item_seconds = seconds / plan.n_items
         return {
             "kernel": self.out,
             "shape": list(block_shape(plan.mode, plan.rows.n_examples, plan.cols.n_examples, plan.n_outputs)),
@@ -527,7 +535,7 @@ class _Job:
             "bytes_free": machine.free_disk(self.out) if self.out != "memory://" else self.memory,
             "flops": plan.flops,
             "memory": plan.memory_bytes,
-            "items_total": len(plan.items),
+            "items_total": plan.n_items,
             "begun": begun is not None,
             "tiles_done": 0 if begun is None else tiles_done(begun),
             "tiles_total": plan.tiles_total * max(1, len(leaves)),

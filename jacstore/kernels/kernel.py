@@ -115,7 +115,7 @@ class Kernel:
         self.mode, self.triangle = self.plan.mode, found.fingerprint.triangle
         self.dtype = np.dtype(found.fingerprint.dtype)
         self.layouts = layouts(self.plan, self.leaves, self.dtype.name)
-        totals = {"tiles": self.n_records, "suspect": self.n_records, "item": len(self.plan.items)}
+        totals = {"tiles": self.n_records, "suspect": self.n_records, "item": self.plan.n_items}
         self.ledger = Ledger(files, short_hash([self.requested, self.resolved]), totals, sealed=found.sealed)
         self._tiles: dict[str, list[Any]] = {}
 
@@ -249,7 +249,7 @@ class Kernel:
             "tiles_total": plan.tiles_total * len(self.layouts),
             "tiles_done": sum(record.tiles for record in records),
             "groups_damaged": damaged,
-            "items_total": len(plan.items),
+            "items_total": plan.n_items,
             "bytes_stored": sum(facts[0] for record in records for facts in record.files.values()),
             "kept": [asdict(kept) for kept in self.kept()],
             "engine": self.resolved["engine"],

@@ -116,9 +116,9 @@ def plan_gram(
             f"least {needed * workers:,} bytes (memory=), fewer --workers or a smaller --tile"
         )
     files = best.grid[0] * (1 if mode == "blocks" else best.grid[1]) * len(leaf_borders or [0])
-    if files > MAX_FILES or len(best.items) > MAX_ITEMS:
+    if files > MAX_FILES or best.n_items > MAX_ITEMS:
         raise InvalidRequestError(
-            f"the kernel would be {files:,} tiles in {len(best.items):,} items; at most {MAX_FILES:,} and "
+            f"the kernel would be {files:,} tiles in {best.n_items:,} items; at most {MAX_FILES:,} and "
             f"{MAX_ITEMS:,} are allowed: give a larger --tile (tile=) or more --memory (memory=)"
         )
     return best
