@@ -10,12 +10,15 @@ import signal
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from helpers_errors import refusal
 from helpers_process import MAIN, Command, environment, invoke, run_command, write_target
 
 import jacstore
+import jacstore.kernels.gram
+import jacstore.rows.build
 import jacstore.storage.exclusive
 from jacstore import build, gram
 from jacstore.base.events import Noted
@@ -166,3 +169,32 @@ def test_a_process_that_was_taken_for_dead_leaves_what_another_one_holds(tmp_pat
     with held(tmp_path / "turn"):
         (tmp_path / "turn").write_text(dead())
     assert (tmp_path / "turn").read_text() == dead()
+
+
+# --- addresses --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+@pytest.mark.parametrize("address", ["s3://bucket/run", "gs://b/x", "MEMORY://", "file:///tmp/x", "s3:/bucket/run"])
+def test_an_address_that_is_not_known_is_refused_wherever_a_path_is_taken(address, kind, tmp_path, monkeypatch):
+    """It became a local folder named s3: and was reported as success."""
+    held, given = build(mlp(3), None), kind(address)
+    monkeypatch.chdir(tmp_path)
+    for call in (
+        lambda: build(mlp(3), given),
+        lambda: jacstore.rows.build.plan_build(mlp(3), given, overwrite=True),
+        lambda: jacstore.StoreWriter(given, {"w": (4,)}, 4, 1),
+        lambda: jacstore.open(given),
+        lambda: gram(given),
+        lambda: gram(held, out=given),
+        lambda: jacstore.kernels.gram.plan_for(held, out=given, overwrite=True),
+        lambda: jacstore.sample(held, alpha=1.0, n=1, key=0, method="cg", out=f"{address}/x.npy"),
+    ):
+        text = refusal(call)
+        assert "is an address" in text and "memory://" in text and "out=" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_with_a_colon_is_a_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert build(mlp(3), "run:1.jac").complete and jacstore.open("run:1.jac").complete

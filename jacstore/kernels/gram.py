@@ -44,7 +44,7 @@ from jacstore.kernels.resume import (
 )
 from jacstore.storage import zarr_group
 from jacstore.storage.checkpoints import CHECKPOINT_SHARE, CHECKPOINT_SPEED
-from jacstore.storage.files import Files, Folder
+from jacstore.storage.files import Files, Folder, refuse_address
 from jacstore.storage.kept_arrays import FACTORS
 from jacstore.storage.ledger import Lock, compare_requested
 from jacstore.store.reader import JacobianStore, open_store, operand_array
@@ -197,6 +197,7 @@ class _Job:
         self.cols = None if other is None else as_store(other)
         check_mode(mode, self.cols)
         self.out = "memory://" if out is None else str(out)
+        refuse_address(self.out)
         self.memory = machine.default_memory(memory)
         self.device_memory = parse_size(device_memory, "--device-memory")
         for name, given, allowed in (

@@ -34,7 +34,7 @@ from jacstore.rows.trace.cut import Cut, cut_before_products, cut_with_rows
 from jacstore.rows.unit import SpareBlocks, Unit, refuse_other_inputs
 from jacstore.storage import zarr_group
 from jacstore.storage.chunks import CODECS
-from jacstore.storage.files import Folder
+from jacstore.storage.files import Folder, refuse_address
 from jacstore.store.codec_choice import fastest_codec, measured_disk_speed
 from jacstore.store.layout import StorePlan, plan_store
 from jacstore.store.metadata import DTYPES
@@ -221,6 +221,7 @@ class _Job:
     def __init__(self, problem: Problem, out: str | Path | None, options: _Options) -> None:
         self.options, self.memory, self.part = options, options.memory, options.part
         self.out = "memory://" if out is None else str(out)
+        refuse_address(self.out)
         device()
         self.prepared, self.shift = _restrict(prepare(problem, float64=options.dtype == "float64"), options.examples)
         self._take(cut_before_products(self.prepared, options.layout, options.dtype == "float64"))

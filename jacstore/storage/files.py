@@ -10,6 +10,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -27,6 +28,9 @@ from jacstore.base.machine import format_size
 from jacstore.errors import DamagedDataError, InvalidRequestError, JacstoreError
 from jacstore.storage import exclusive
 
+RAM = "memory://"
+# One letter is a drive, not a scheme.
+ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:(/|$)")
 Buffer = bytes | bytearray | memoryview
 PAGE = 4096
 # Not everywhere can the page cache be passed by.
@@ -71,6 +75,18 @@ def is_path(text: str) -> bool:
         return False
 
 
+def refuse_address(given: str | Path) -> None:
+    """Refuse `scheme://` that is not known; taken for a path it would become a folder of that name.
+
+    `pathlib` leaves one slash of two, and none at the end.
+    """
+    if str(given) != RAM and ADDRESS.match(str(given)):
+        raise InvalidRequestError(
+            f"{given} is an address; allowed are paths of this machine's files, and {RAM} for what is kept in RAM "
+            "(--out, out=)"
+        )
+
+
 class Folder:
     """Files below a folder on disk.
 
@@ -87,6 +103,7 @@ class Folder:
     def __init__(self, root: str | Path) -> None:
         if not is_path(str(root)):
             raise InvalidRequestError(f"{str(root)!r} is not a path; give the path of a folder (--out, out=)")
+        refuse_address(root)
         self.root = Path(root)
         self.bytes_read = 0
         self.locks = True
