@@ -424,7 +424,12 @@ class _Job:
             sweep_items(kernel, mine)
             threads = max(1, machine.cores() // self.share) if self.share > 1 else machine.limited_cores()
             work = Work(
-                rows=self.rows, cols=self.cols, kernel=kernel, threads=threads, device_memory=self._resident_bytes()
+                rows=self.rows,
+                cols=self.cols,
+                kernel=kernel,
+                threads=threads,
+                device_memory=self._resident_bytes(),
+                fence=lock.fence if lock else None,
             )
             done, finished = items_done(work), finished_groups(kernel)
             todo = [n for n in mine if n not in done and items[n].group not in finished]
