@@ -218,6 +218,20 @@ def test_a_creation_by_two_at_once_is_made_by_one_though_flock_does_nothing(monk
     assert set(most) == {1} and len(most) == 3 and jacstore.open(tmp_path / "run.jac").complete
 
 
+def test_a_choice_that_nobody_gave_is_not_compared_with_that_of_a_run_that_began_together(monkeypatch, tmp_path):
+    """It ended in "unit_size: 67 -> 100; repeat the first --unit-size", which nobody had given."""
+    choose, words = jacstore.rows.build._Job.choose, {"codec": "none", "layout": "dense"}
+
+    def later(job):
+        monkeypatch.setattr(jacstore.rows.build._Job, "choose", choose)
+        build(mlp(10), tmp_path / "run.jac", unit_size=3, part="1/2", **words)
+        return choose(job)
+
+    monkeypatch.setattr(jacstore.rows.build._Job, "choose", later)
+    store = build(mlp(10), tmp_path / "run.jac", part="2/2", **words)
+    assert store.complete and store.unit_size == 3 and store.report["units_computed"] == 2
+
+
 def test_a_run_whose_lock_was_taken_over_writes_nothing_more(tmp_path):
     with jacstore.StoreWriter(tmp_path / "run.jac", {"w": (4,)}, 2, 1, unit_size=1) as writer:
         writer.write_unit(0, {"w": np.ones((1, 1, 4), np.float32)})

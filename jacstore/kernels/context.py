@@ -11,7 +11,7 @@ from jacstore.kernels.diagonal import Diagonal
 from jacstore.kernels.engines.blas import BlasEngine, Engine
 from jacstore.kernels.kernel import Kernel
 from jacstore.storage.files import Folder
-from jacstore.storage.ledger import Fence
+from jacstore.storage.ledger import Fence, Lock
 from jacstore.store.reader import JacobianStore
 
 
@@ -26,6 +26,8 @@ class Work:
     device_memory: int | None
     # The lock of the run; work for a run that has ended stops.
     fence: Fence | None = None
+    # The lock itself, where the run is.
+    lock: Lock | None = field(default=None, compare=False, repr=False)
     # What stays in memory from item to item of this process: engine, diagonal, factors.
     kept: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     # Accumulators of finished tiles, to be used again.
@@ -44,9 +46,14 @@ class Work:
             fence=self.fence,
         ), ()
 
-    def ended(self) -> bool:
-        """Whether the run that this work belongs to holds its lock no more."""
-        return self.fence is not None and self.fence.ended()
+    def announce_end(self) -> None:
+        """Tell items in other processes to stop with a checkpoint."""
+        if self.lock is not None:
+            self.lock.announce_end()
+
+    def asked_to_end(self) -> bool:
+        """Whether items are to stop: their run was interrupted, or has ended."""
+        return self.fence is not None and self.fence.asked_to_end()
 
     def engine(self) -> Engine:
         """An engine for one item; that of BLAS keeps its threads and buffers from item to item."""

@@ -430,6 +430,7 @@ class _Job:
                 threads=threads,
                 device_memory=self._resident_bytes(),
                 fence=lock.fence if lock else None,
+                lock=lock,
             )
             done, finished = items_done(work), finished_groups(kernel)
             todo = [n for n in mine if n not in done and items[n].group not in finished]

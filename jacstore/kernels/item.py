@@ -39,7 +39,7 @@ def run_item(
     with blas_threads(work.item_threads()):
         try:
             item = work.kernel.plan.items[number]
-            return ItemRun(work, item, listener, lambda: stop() or work.ended()).run()
+            return ItemRun(work, item, listener, lambda: stop() or work.asked_to_end()).run()
         except JacstoreError:
             raise
         except Exception as error:

@@ -179,13 +179,22 @@ class Fence:
     name: str
     token: str
 
-    def ended(self) -> bool:
-        """Whether the lock was given up or taken over."""
+    def _said(self) -> bytes:
+        """What the lock says; nothing if it is gone."""
         try:
             with open(Path(self.folder, self.name), "rb") as file:
-                return self.token.encode() not in file.read()
+                return file.read()
         except (FileNotFoundError, NotADirectoryError):
-            return True
+            return b""
+
+    def ended(self) -> bool:
+        """Whether the lock was given up or taken over."""
+        return self.token.encode() not in self._said()
+
+    def asked_to_end(self) -> bool:
+        """Whether work should stop where it is: its run was interrupted, or has ended."""
+        said = self._said()
+        return self.token.encode() not in said or b'"ending": true' in said
 
     def require(self) -> None:
         """Refuse to go on without the lock.
@@ -222,12 +231,20 @@ class Lock:
         self._thread: threading.Thread | None = None
         self._owner: dict[str, Any] = {}
         self._lost = False
+        self._writing = threading.Lock()
         self._fence = self.fence
 
     @property
     def fence(self) -> Fence:
         """What a worker needs to know whether this lock is still held."""
         return Fence(folder=str(self.files.root.absolute()), name=f"{FOLDER}/{self.path.name}", token=self._token)
+
+    def announce_end(self) -> None:
+        """Tell those who work under this lock elsewhere to save what they have and stop."""
+        with contextlib.suppress(OSError, InvalidRequestError), self._writing:
+            self._fence.require()
+            self._owner["ending"] = True
+            self._replace()
 
     def lost(self) -> bool:
         """Whether another run holds what this one held; seen by the heartbeat."""
@@ -365,7 +382,7 @@ class Lock:
     def _beat(self) -> None:
         while not self._stop.wait(HEARTBEAT_SECONDS):
             # An error of the file system says nothing about who holds it.
-            with contextlib.suppress(OSError, InvalidRequestError):
+            with contextlib.suppress(OSError, InvalidRequestError), self._writing:
                 try:
                     self._fence.require()
                 except LockedError:
