@@ -284,11 +284,20 @@ class _Job:
         for first, values in self.device_pass.dispatch(examples):
             yield self.device_pass.fetch(first, values, count)
 
+    def _begins(self, start: int, last: int) -> bool:
+        """Whether what was computed to choose a codec is the first batch of this unit.
+
+        Its examples may be too many: another run that began together may have made smaller units.
+        """
+        if self.first is None or self.device_pass is None or start:
+            return False
+        return len(self.first[1].outputs) == min(self.device_pass.batch_size, last)
+
     def run(self, writer: StoreWriter, listener: Listener, stop: Callable[[], bool]) -> dict[str, float]:
         """Compute and write the missing units."""
         missing = writer.missing
         times = {"seconds_device": 0.0, "seconds_write": 0.0}
-        first, self.first = self.first if missing and missing[0][0] == 0 else None, None
+        first, self.first = self.first if missing and self._begins(*missing[0]) else None, None
         if not missing:
             return times
         check = RowCheck(self.prepared, self.leaves, self.options.dtype, self.memory)

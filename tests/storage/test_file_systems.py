@@ -243,9 +243,10 @@ def test_a_creation_by_two_at_once_is_made_by_one_though_flock_does_nothing(monk
     assert set(most) == {1} and len(most) == 3 and jacstore.open(tmp_path / "run.jac").complete
 
 
-def test_a_choice_that_nobody_gave_is_not_compared_with_that_of_a_run_that_began_together(monkeypatch, tmp_path):
+@pytest.mark.parametrize("codec", ["none", "auto"])
+def test_a_choice_that_nobody_gave_is_not_compared_with_that_of_a_run_that_began_together(codec, monkeypatch, tmp_path):
     """It ended in "unit_size: 67 -> 100; repeat the first --unit-size", which nobody had given."""
-    choose, words = jacstore.rows.build._Job.choose, {"codec": "none", "layout": "dense"}
+    choose, words = jacstore.rows.build._Job.choose, {"codec": codec, "layout": "dense"}
 
     def later(job):
         monkeypatch.setattr(jacstore.rows.build._Job, "choose", choose)
@@ -255,6 +256,24 @@ def test_a_choice_that_nobody_gave_is_not_compared_with_that_of_a_run_that_began
     monkeypatch.setattr(jacstore.rows.build._Job, "choose", later)
     store = build(mlp(10), tmp_path / "run.jac", part="2/2", **words)
     assert store.complete and store.unit_size == 3 and store.report["units_computed"] == 2
+
+
+def test_rows_of_a_first_batch_are_not_used_for_smaller_units_of_a_run_that_began_together(monkeypatch, tmp_path):
+    """Rows computed to choose a codec are of as many examples as the units that were proposed."""
+    choose, words = jacstore.rows.build._Job.choose, {"codec": "auto", "layout": "dense"}
+
+    def earlier(job):
+        monkeypatch.setattr(jacstore.rows.build._Job, "choose", choose)
+        chosen = choose(job)
+        build(mlp(10), tmp_path / "run.jac", unit_size=1, part="2/2", **words)
+        return chosen
+
+    monkeypatch.setattr(jacstore.rows.build._Job, "choose", earlier)
+    store = build(mlp(10), tmp_path / "run.jac", part="1/2", **words)
+    assert store.complete and store.unit_size == 1
+    rows = build(mlp(10), None, **words).array.compute()
+    np.testing.assert_allclose(store.array.compute(), rows, rtol=1e-5, atol=1e-6)
+    assert jacstore.verify(store, mlp(10)).ok
 
 
 def test_a_run_whose_lock_was_taken_over_writes_nothing_more(tmp_path):
