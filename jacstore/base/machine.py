@@ -8,6 +8,7 @@ import resource
 import shutil
 import socket
 from pathlib import Path
+from typing import Any
 
 from jacstore.base import cgroups
 from jacstore.base.budget import DEFAULT, Budget
@@ -112,6 +113,36 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
+
+
+def process_space() -> str:
+    """The namespace that process ids of this process belong to; empty where a system has only one.
+
+    Containers of one machine share its boot, and with the host's network its name, while their process ids are theirs.
+    """
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def this_process() -> dict[str, Any]:
+    """What names this process among all that ever ran, on whatever machine."""
+    pid = os.getpid()
+    place = {"host": hostname(), "boot": boot_id(), "space": process_space()}
+    return {**place, "pid": pid, "start": process_start(pid)}
+
+
+def is_alive(host: str, boot: str, space: str | None, pid: int, start: str | None) -> bool | None:
+    """Whether a process still runs; None where that cannot be judged from here.
+
+    A machine of the same name that booted otherwise may be another one, made of the same image. Earlier versions of
+    jacstore do not name the namespace (`space` None); it is taken to be this one.
+    """
+    if (host, boot) != (hostname(), boot_id()) or space not in (None, process_space()):
+        return None
+    started = process_start(pid)
+    return started is not None and started == start
 
 
 def process_start(pid: int) -> str | None:

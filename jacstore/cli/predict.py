@@ -12,6 +12,7 @@ import numpy as np
 from jacstore.errors import InvalidRequestError
 from jacstore.inference.kernel_ridge import KernelRidge
 from jacstore.kernels.kernel import Kernel, open_kernel
+from jacstore.storage.files import refuse_address
 from jacstore.store.reader import open_store
 
 
@@ -44,6 +45,7 @@ def predict(
     started = time.perf_counter()
     if not out.endswith(".npy"):
         raise InvalidRequestError(f"--out {out}: allowed is a file that ends in .npy (out=)")
+    refuse_address(out)
     train, test = open_kernel(kernel), open_kernel(cross)
     given = _load(labels)
     classes = _classes(given, train)

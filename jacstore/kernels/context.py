@@ -10,6 +10,8 @@ from typing import Any
 from jacstore.kernels.diagonal import Diagonal
 from jacstore.kernels.engines.blas import BlasEngine, Engine
 from jacstore.kernels.kernel import Kernel
+from jacstore.storage.files import Folder
+from jacstore.storage.ledger import Fence, Lock
 from jacstore.store.reader import JacobianStore
 
 
@@ -22,6 +24,10 @@ class Work:
     kernel: Kernel
     threads: int | None
     device_memory: int | None
+    # The lock of the run; work for a run that has ended stops.
+    fence: Fence | None = None
+    # The lock itself, where the run is.
+    lock: Lock | None = field(default=None, compare=False, repr=False)
     # What stays in memory from item to item of this process: engine, diagonal, factors.
     kept: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     # Accumulators of finished tiles, to be used again.
@@ -31,13 +37,23 @@ class Work:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(
-            Work,
+            _fenced,
             rows=self.rows,
             cols=self.cols,
             kernel=self.kernel,
             threads=self.threads,
             device_memory=self.device_memory,
+            fence=self.fence,
         ), ()
+
+    def announce_end(self) -> None:
+        """Tell items in other processes to stop with a checkpoint."""
+        if self.lock is not None:
+            self.lock.announce_end()
+
+    def asked_to_end(self) -> bool:
+        """Whether items are to stop: their run was interrupted, or has ended."""
+        return self.fence is not None and self.fence.asked_to_end()
 
     def engine(self) -> Engine:
         """An engine for one item; that of BLAS keeps its threads and buffers from item to item."""
@@ -65,6 +81,14 @@ class Work:
         Tiles from factors in memory are cut into a block a core; setting the number of threads for each takes its time.
         """
         return 1 if self.kernel.plan.resident else self.threads
+
+
+def _fenced(**given: Any) -> Work:
+    """Work as it arrives in another process, where nobody else holds the lock."""
+    work = Work(**given)
+    if work.fence is not None and isinstance(work.kernel.files, Folder):
+        work.kernel.files.fences.append(work.fence.require)
+    return work
 
 
 def common_dtype(rows: JacobianStore, cols: JacobianStore | None) -> str:

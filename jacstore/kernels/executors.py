@@ -11,15 +11,16 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 import dask
-from dask.base import compute
-from dask.delayed import delayed
-from distributed import Client, KilledWorker, LocalCluster, Nanny
+from dask.threaded import get
+from distributed import Client, KilledWorker, LocalCluster, Nanny, wait
 
 from jacstore.base.events import ItemDone, Listener
 from jacstore.errors import InvalidRequestError, RunInterruptedError
 from jacstore.kernels.context import Work
 from jacstore.kernels.item import run_item
 
+# How long an interrupted run waits for its workers to save what they have; one that stands still may not come back.
+ENDING_SECONDS = 60.0
 # Items of this process at once where each is one tile: one computes, the other is written.
 ITEMS_ALIVE = 2
 
@@ -37,9 +38,9 @@ def on_threads(work: Work, todo: list[int], listener: Listener, stop: Callable[[
         return result
 
     alive = ITEMS_ALIVE if work.kernel.plan.resident else 1
-    tasks = [delayed(one, pure=False)(number) for number in todo]
+    # A graph of our own: thousands of delayed calls would each be looked up among all others.
     try:
-        return list(compute(*tasks, scheduler="threads", num_workers=alive))
+        return list(get({("item", n): (one, n) for n in todo}, [("item", n) for n in todo], num_workers=alive))
     finally:
         # After an error or Ctrl-C Dask returns at once; running items must stop before their lock is given up.
         abandoned.set()
@@ -68,6 +69,14 @@ def on_cluster(
             with contextlib.suppress(Empty):
                 results.append(_result(done.get(timeout=0.2)))
                 listener(ItemDone(item=results[-1]["item"]))
+    except BaseException:
+        # Work that has begun cannot be cancelled: it is told to end, and waited for.
+        work.announce_end()
+        begun = {key for keys in client.processing().values() for key in keys}
+        client.cancel([future for future in futures if future.key not in begun])
+        with contextlib.suppress(TimeoutError), client.as_current():
+            wait([future for future in futures if future.key in begun], timeout=ENDING_SECONDS)
+        raise
     finally:
         client.cancel(futures)
     return results

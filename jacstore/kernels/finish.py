@@ -67,7 +67,7 @@ def finish_group(work: Work, group: int, _after: Any = None) -> dict[str, Any]:
     """Add up the partial sums of a group in item order and write its tiles."""
     kernel, plan = work.kernel, work.kernel.plan
     started = time.perf_counter()
-    items = [item for item in plan.items if item.group == group]
+    items = plan.items_of(group)
     tiles = plan.tiles_of(plan.groups[group])
     checksums = {item.number: _partial_checksums(kernel, item.number, len(tiles)) for item in items}
 

@@ -36,10 +36,18 @@ from jacstore.kernels.plan.reports import GramForecast, GramReport
 from jacstore.kernels.plan.schedule import plan_gram, worker_parts
 from jacstore.kernels.plan.steps import plan_steps
 from jacstore.kernels.repair import repair_tiles
-from jacstore.kernels.resume import damaged_tiles, finished_groups, group_lock, items_done, sweep_items, tiles_done
+from jacstore.kernels.resume import (
+    damaged_tiles,
+    finished_groups,
+    group_is_finished,
+    group_lock,
+    items_done,
+    sweep_items,
+    tiles_done,
+)
 from jacstore.storage import zarr_group
 from jacstore.storage.checkpoints import CHECKPOINT_SHARE, CHECKPOINT_SPEED
-from jacstore.storage.files import Files, Folder
+from jacstore.storage.files import Files, Folder, refuse_address
 from jacstore.storage.kept_arrays import FACTORS
 from jacstore.storage.ledger import Lock, compare_requested
 from jacstore.store.reader import JacobianStore, open_store, operand_array
@@ -160,6 +168,7 @@ class _Job:
         self.cols = None if other is None else as_store(other)
         self.mode = as_mode(options.mode, self.cols)
         self.out = "memory://" if out is None else str(out)
+        refuse_address(self.out)
         self.memory, self.device_memory, self.part = options.memory, options.device_memory, options.part
         self.dtype, self.triangle = options.dtype, options.triangle
         self.scheduler, self.workers, self.tile = options.scheduler, options.workers, options.tile
@@ -272,7 +281,7 @@ class _Job:
         engine = self._engine()
         copies = (engine.slab_copies, engine.tile_copies)
         of_worker = worker_parts(plan, _product_itemsize(engine, plan.steps), copies)
-        running = min(self.share, len(plan.items))
+        running = min(self.share, plan.n_items)
         return {**self._memory_held(), **{name: size * running for name, size in of_worker.items()}}
 
     def create(self, listener: Listener) -> Kernel:
@@ -382,7 +391,13 @@ class _Job:
             sweep_items(kernel, mine)
             threads = max(1, machine.cores() // self.share) if self.share > 1 else machine.limited_cores()
             work = Work(
-                rows=self.rows, cols=self.cols, kernel=kernel, threads=threads, device_memory=self._resident_bytes()
+                rows=self.rows,
+                cols=self.cols,
+                kernel=kernel,
+                threads=threads,
+                device_memory=self._resident_bytes(),
+                fence=lock.fence if lock else None,
+                lock=lock,
             )
             done, finished = items_done(work), finished_groups(kernel)
             todo = [n for n in mine if n not in done and items[n].group not in finished]
@@ -458,11 +473,11 @@ class _Job:
         kernel, results = work.kernel, []
         done, finished = items_done(work), finished_groups(kernel)
         for group in range(len(kernel.plan.groups)):
-            items = {item.number for item in kernel.plan.items if item.group == group}
+            items = {item.number for item in kernel.plan.items_of(group)}
             if group in finished or not items <= done:
                 continue
             with contextlib.suppress(LockedError), group_lock(kernel, group, listener):
-                if group not in finished_groups(kernel):
+                if not group_is_finished(kernel, group):
                     results.append(finish_group(work, group))
         return results
 
@@ -481,7 +496,7 @@ class _Job:
         )
         seconds = max(plan.flops / speed, plan.bytes_expected / read_speed)
         interval = accumulators / CHECKPOINT_SPEED / CHECKPOINT_SHARE
-        item_seconds = seconds / len(plan.items)
+        item_seconds = seconds / plan.n_items
         return GramForecast(
             kernel=self.out,
             shape=list(plan.mode.shape(plan.rows.n_examples, plan.cols.n_examples, plan.n_outputs)),
@@ -497,7 +512,7 @@ class _Job:
             memory=plan.memory_bytes,
             # Nothing is computed any more for a kernel that is complete.
             memory_parts={} if begun is not None and begun.complete else self.memory_parts(plan),
-            items_total=len(plan.items),
+            items_total=plan.n_items,
             begun=begun is not None,
             tiles_done=0 if begun is None else tiles_done(begun),
             tiles_total=plan.tiles_total * max(1, len(leaves)),

@@ -38,7 +38,8 @@ def run_item(
     """
     with blas_threads(work.item_threads()):
         try:
-            return ItemRun(work, work.kernel.plan.items[number], listener, stop).run()
+            item = work.kernel.plan.items[number]
+            return ItemRun(work, item, listener, lambda: stop() or work.asked_to_end()).run()
         except JacstoreError:
             raise
         except Exception as error:

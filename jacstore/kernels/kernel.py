@@ -113,7 +113,7 @@ class Kernel:
         self.mode, self.triangle = self.plan.mode.value, self.request.triangle
         self.dtype = np.dtype(self.request.dtype)
         self.layouts = layouts(self.plan, self.leaves, self.dtype.name)
-        totals = {"tiles": self.n_records, "suspect": self.n_records, "item": len(self.plan.items)}
+        totals = {"tiles": self.n_records, "suspect": self.n_records, "item": self.plan.n_items}
         owner = short_hash([self.requested, attributes["resolved"]])
         self.ledger = Ledger(files, owner, totals, sealed=found.sealed)
         self._tiles: dict[str, list[Any]] = {}
@@ -256,7 +256,7 @@ class Kernel:
             tiles_total=plan.tiles_total * len(self.layouts),
             tiles_done=sum(record.tiles for record in records),
             groups_damaged=damaged,
-            items_total=len(plan.items),
+            items_total=plan.n_items,
             bytes_stored=sum(facts[0] for record in records for facts in record.files.values()),
             kept=self.kept(),
             engine=self.engine,

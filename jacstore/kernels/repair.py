@@ -53,7 +53,7 @@ def repair_tiles(
     facts: dict[str, Any] = {}
     # The number of threads decides about bits.
     with blas_threads(work.item_threads()):
-        for item in (item for item in plan.items if item.group == group):
+        for item in plan.items_of(group):
             repair = _Repair(work, item, array, tiles, listener=listener, stop=stop)
             found, counts = repair.totals()
             facts = {key: facts.get(key, 0) + value for key, value in counts.items()}

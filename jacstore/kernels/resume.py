@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,14 @@ from jacstore.kernels.context import Work
 from jacstore.kernels.finish import partial_name
 from jacstore.kernels.item import leaves_of
 from jacstore.kernels.kernel import Kernel
-from jacstore.storage.checkpoints import Checkpoints
+from jacstore.storage.checkpoints import checkpoint_names
 from jacstore.storage.files import Folder
-from jacstore.storage.ledger import Lock, record_name, sweep
+from jacstore.storage.ledger import FOLDER, Lock, record_name, sweep
 
 # Locks on the final sums of groups, numbered apart from items.
 FINISH = 1_000_000
+# Folders whose files items leave.
+SWEPT = (FOLDER, "checkpoints", "partials")
 
 
 def sweep_items(kernel: Kernel, mine: range) -> None:
@@ -29,15 +32,17 @@ def sweep_items(kernel: Kernel, mine: range) -> None:
     arrays = len(kernel.layouts)
     sweep(kernel.files, ["tiles"], [group * arrays + leaf for group in groups for leaf in range(arrays)])
     done, finished = set(ledger.done("item")), finished_groups(kernel)
+    # Thousands of items leave little: what there is, is listed once and not asked for item by item.
+    there = {f"{folder}/{name}" for folder in SWEPT for name in kernel.files.names(folder)}
     for number in mine:
         group = plan.items[number].group
-        if number in done or group in finished:
-            Checkpoints(kernel, number, []).clear()
-        if group in finished:
-            kernel.files.remove(partial_name(number))
-            if kernel.files.size(Lock.name(FINISH + group, FINISH + group)):
-                with contextlib.suppress(LockedError), group_lock(kernel, group, silent):
-                    pass
+        dead = checkpoint_names(number) if number in done or group in finished else []
+        for name in [*dead, *([partial_name(number)] if group in finished else [])]:
+            if name in there:
+                kernel.files.remove(name)
+        if group in finished and Lock.name(FINISH + group, FINISH + group) in there:
+            with contextlib.suppress(LockedError), group_lock(kernel, group, silent):
+                pass
 
 
 def group_lock(kernel: Kernel, group: int, listener: Listener) -> contextlib.AbstractContextManager[Any]:
@@ -90,9 +95,14 @@ def items_done(work: Work) -> set[int]:
 
 def finished_groups(kernel: Kernel) -> set[int]:
     per_group = len(kernel.layouts)
-    done = kernel.ledger.done("tiles")
-    counts = [number // per_group for number in done]
-    return {group for group in set(counts) if counts.count(group) == per_group}
+    counts = Counter(number // per_group for number in kernel.ledger.done("tiles"))
+    return {group for group, count in counts.items() if count == per_group}
+
+
+def group_is_finished(kernel: Kernel, group: int) -> bool:
+    """As `finished_groups` says, without listing the records of all others."""
+    numbers = range(group * len(kernel.layouts), (group + 1) * len(kernel.layouts))
+    return all(kernel.files.size(record_name("tiles", number)) is not None for number in numbers)
 
 
 def tiles_done(kernel: Kernel) -> int:

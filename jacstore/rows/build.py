@@ -37,7 +37,7 @@ from jacstore.rows.row_check import RowCheck, leaves_checked
 from jacstore.rows.trace.cut import Cut, cut_before_products, cut_with_rows
 from jacstore.rows.unit import SpareBlocks, Unit, refuse_other_inputs
 from jacstore.storage import zarr_group
-from jacstore.storage.files import Folder, Memory
+from jacstore.storage.files import Folder, Memory, refuse_address
 from jacstore.store.codec_choice import fastest_codec, measured_disk_speed
 from jacstore.store.layout import StorePlan, plan_store
 from jacstore.store.reader import JacobianStore, leaf_table
@@ -119,7 +119,7 @@ def build(
     if state:
         warnings.warn(state, SelectedStateWarning, stacklevel=2)
     found = job.existing()
-    chosen, units_of = (found.choices.codec, options.unit_size) if found else job.choose()
+    chosen, proposed = (found.choices.codec, None) if found else job.choose()
     writer = StoreWriter(
         out,
         job.leaves,
@@ -128,7 +128,8 @@ def build(
         operands=job.operands,
         dtype=options.dtype,
         codec=chosen,
-        unit_size=units_of,
+        unit_size=options.unit_size,
+        proposed_unit_size=proposed,
         memory=options.memory,
         outputs_dtype=job.outputs_dtype,
         requested=job.requested,
@@ -172,6 +173,7 @@ class _Job:
     def __init__(self, problem: Problem, out: str | Path | None, options: BuildOptions) -> None:
         self.options, self.memory = options, options.memory
         self.out = "memory://" if out is None else str(out)
+        refuse_address(self.out)
         device()
         self.prepared, self.shift = _restrict(prepare(problem, float64=options.float64), options)
         self._take(cut_before_products(self.prepared, options.layout, options.float64))
@@ -282,11 +284,20 @@ class _Job:
         for first, values in self.device_pass.dispatch(examples):
             yield self.device_pass.fetch(first, values, count)
 
+    def _begins(self, start: int, last: int) -> bool:
+        """Whether what was computed to choose a codec is the first batch of this unit.
+
+        Its examples may be too many: another run that began together may have made smaller units.
+        """
+        if self.first is None or self.device_pass is None or start:
+            return False
+        return len(self.first[1].outputs) == min(self.device_pass.batch_size, last)
+
     def run(self, writer: StoreWriter, listener: Listener, stop: Callable[[], bool]) -> dict[str, float]:
         """Compute and write the missing units."""
         missing = writer.missing
         times = {"seconds_device": 0.0, "seconds_write": 0.0}
-        first, self.first = self.first if missing and missing[0][0] == 0 else None, None
+        first, self.first = self.first if missing and self._begins(*missing[0]) else None, None
         if not missing:
             return times
         check = RowCheck(self.prepared, self.leaves, self.options.dtype, self.memory)

@@ -15,7 +15,7 @@ from jacstore.base.schema import Open, typed
 from jacstore.errors import DamagedDataError
 from jacstore.storage.chunks import raw
 from jacstore.storage.files import Files, Folder
-from jacstore.storage.ledger import Ledger
+from jacstore.storage.ledger import Ledger, record_name
 
 # Checkpoints may take this share of the time; a kill then loses at most their cost divided by it.
 CHECKPOINT_SHARE = 0.05
@@ -56,7 +56,7 @@ class Checkpoints:
         if not isinstance(self.kernel.files, Folder) or slab == 0:
             return
         started = time.perf_counter()
-        kind, name = f"checkpoint-{self.turn}", f"checkpoints/item-{self.item:07d}-{self.turn}.bin"
+        kind, name = f"checkpoint-{self.turn}", sums_name(self.item, self.turn)
         self.kernel.ledger.forget(kind, self.item)
         checksums = write_sums(self.kernel, name, totals)
         self.kernel.ledger.record(kind, self.item, {"slab": slab, "checksums": checksums})
@@ -77,7 +77,7 @@ class Checkpoints:
             views = [raw(total) for total in totals]
             offsets = np.cumsum([0, *(len(view) for view in views[:-1])])
             with contextlib.suppress(DamagedDataError):
-                name = f"checkpoints/item-{self.item:07d}-{turn}.bin"
+                name = sums_name(self.item, turn)
                 self.kernel.files.read_into(name, list(zip(map(int, offsets), views, strict=True)))
                 if tuple(crc32c(view) for view in views) == checksums:
                     self.turn = 1 - turn
@@ -86,9 +86,19 @@ class Checkpoints:
 
     def clear(self) -> None:
         """Remove what is no longer needed."""
-        for turn in (0, 1):
-            self.kernel.ledger.forget(f"checkpoint-{turn}", self.item)
-            self.kernel.files.remove(f"checkpoints/item-{self.item:07d}-{turn}.bin")
+        for name in checkpoint_names(self.item):
+            self.kernel.files.remove(name)
+
+
+def sums_name(item: int, turn: int) -> str:
+    """File of the sums of a checkpoint."""
+    return f"checkpoints/item-{item:07d}-{turn}.bin"
+
+
+def checkpoint_names(item: int) -> list[str]:
+    """All files of an item's checkpoints; the record of each goes before its sums."""
+    pairs = ((record_name(f"checkpoint-{turn}", item), sums_name(item, turn)) for turn in (0, 1))
+    return [name for pair in pairs for name in pair]
 
 
 class NoCheckpoints:

@@ -1,4 +1,7 @@
-"""Mutual exclusion by a file that only one process can create, for file systems that have no locks.
+"""Mutual exclusion by a file that only one process can create.
+
+Locks of the operating system (flock) are not used: on many shared file systems they hold on one machine only, and some
+have none.
 
 What is held is a file that its holder created. It names a process, so that what a dead one left is taken over: at once
 on this host, and when it has stood still for long where the holder cannot be asked.
@@ -7,7 +10,6 @@ on this host, and when it has stood still for long where the holder cannot be as
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -18,8 +20,6 @@ from pathlib import Path
 
 from jacstore.base import machine
 
-# What flock says where there is none: Lustre and autofs, NFS without its lock daemon, and the kernel's own ENOTSUPP.
-NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, 524)
 # A file of another host, or one that its maker has not filled, is dead after this long.
 STALE_SECONDS = 60.0
 PAUSE_SECONDS = 0.01
@@ -49,9 +49,7 @@ def held(path: Path) -> Iterator[None]:
 
 def _claim() -> bytes:
     """A text that identifies this process and no other one."""
-    pid = os.getpid()
-    owner = {"host": machine.hostname(), "boot": machine.boot_id(), "pid": pid, "start": machine.process_start(pid)}
-    return json.dumps({**owner, "token": uuid.uuid4().hex}).encode()
+    return json.dumps({**machine.this_process(), "token": uuid.uuid4().hex}).encode()
 
 
 def _create(path: Path, claim: bytes) -> bool:
@@ -91,12 +89,10 @@ def _is_dead(path: Path, unchanged: float) -> bool:
     try:
         owner = json.loads(path.read_bytes())
         host, boot, pid, start = (owner[name] for name in ("host", "boot", "pid", "start"))
-        started = machine.process_start(int(pid)) if host == machine.hostname() else None
+        alive = machine.is_alive(host, boot, owner.get("space"), int(pid), start)
     except FileNotFoundError:
         return False
     except (ValueError, TypeError, KeyError):
         # Torn: its maker died, or is about to fill it.
         return unchanged > STALE_SECONDS
-    if host != machine.hostname():
-        return unchanged > STALE_SECONDS
-    return boot != machine.boot_id() or started is None or started != start
+    return unchanged > STALE_SECONDS if alive is None else not alive

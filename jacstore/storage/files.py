@@ -10,6 +10,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -27,6 +28,9 @@ from jacstore.base.machine import format_size
 from jacstore.errors import DamagedDataError, InvalidRequestError, JacstoreError
 from jacstore.storage import exclusive
 
+RAM = "memory://"
+# One letter is a drive, not a scheme.
+ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:(/|$)")
 Buffer = bytes | bytearray | memoryview
 PAGE = 4096
 # Not everywhere can the page cache be passed by.
@@ -71,26 +75,32 @@ def is_path(text: str) -> bool:
         return False
 
 
+def refuse_address(given: str | Path) -> None:
+    """Refuse `scheme://` that is not known; taken for a path it would become a folder of that name.
+
+    `pathlib` leaves one slash of two, and none at the end.
+    """
+    if str(given) != RAM and ADDRESS.match(str(given)):
+        raise InvalidRequestError(
+            f"{given} is an address; allowed are paths of this machine's files, and {RAM} for what is kept in RAM "
+            "(--out, out=)"
+        )
+
+
 class Folder:
     """Files below a folder on disk.
 
     `write` leaves a file complete and flushed, but only a record that is published afterwards makes it count.
-
-    Attributes
-    ----------
-    locks
-        Whether its file system has locks, as far as they were asked for; else files that only one can create serve.
-    said_so
-        Whether the user has been told that it has none.
     """
 
     def __init__(self, root: str | Path) -> None:
         if not is_path(str(root)):
             raise InvalidRequestError(f"{str(root)!r} is not a path; give the path of a folder (--out, out=)")
+        refuse_address(root)
         self.root = Path(root)
         self.bytes_read = 0
-        self.locks = True
-        self.said_so = False
+        # Each is asked before a file is put in place; a lock that is held no more raises.
+        self.fences: list[Callable[[], None]] = []
         self._count = threading.Lock()
 
     @property
@@ -115,6 +125,10 @@ class Folder:
             )
         return path
 
+    def _ask_fences(self) -> None:
+        for fence in list(self.fences):
+            fence()
+
     def about_to_create(self, name: str) -> Path:
         """As `inside`, for metadata that Zarr writes; it would wait for ever at a pipe."""
         before_step("create", name)
@@ -125,22 +139,13 @@ class Folder:
 
     @contextlib.contextmanager
     def guard(self, name: str) -> Iterator[None]:
-        """One process of this host at a time is inside."""
-        try:
-            descriptor = os.open(self.inside(name), os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-        except OSError as error:
-            raise explain(error, self.root / name, 0) from error
-        try:
-            self.locks = _flock(descriptor)
-            waiting = contextlib.nullcontext() if self.locks else exclusive.held(self.inside(f"{name}.held"))
-        except OSError as error:
-            os.close(descriptor)
-            raise explain(error, self.root / name, 0) from error
-        try:
-            with waiting:
-                yield
-        finally:
-            os.close(descriptor)
+        """One process at a time is inside, whatever machine it runs on."""
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(exclusive.held(self.inside(f"{name}.held")))
+            except OSError as error:
+                raise explain(error, self.root / name, 0) from error
+            yield
 
     def write(self, name: str, buffers: Iterable[Buffer], cached: bool = True) -> int:
         """Write and flush one file from buffers that may be produced while it is written; return its size.
@@ -148,6 +153,7 @@ class Folder:
         Without `cached` whole pages go past the page cache where that is possible: copying into it takes longer, and it
         is left to what is still to be read. What is read soon is read ten times faster from it.
         """
+        self._ask_fences()
         path = self.inside(name)
         size = 0
 
@@ -200,6 +206,7 @@ class Folder:
 
     def publish(self, name: str, data: bytes) -> None:
         """Put a small file in place in one step: temporary name, flush, rename, flush the folder."""
+        self._ask_fences()
         path = self.inside(name)
         temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
         before_step("record", name)
@@ -211,9 +218,14 @@ class Folder:
                 before_step("fsync record", name)
                 os.fsync(file.fileno())
             before_step("rename", name)
+            self._ask_fences()
             os.replace(temporary, path)
             before_step("fsync renamed", name)
             sync_path(path.parent)
+        except JacstoreError:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
         except OSError as error:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
@@ -482,17 +494,6 @@ def _write_all(descriptor: int, view: memoryview) -> None:
         except OSError as error:
             if error.errno not in REFUSALS or not _past_the_cache(descriptor, False):
                 raise
-
-
-def _flock(descriptor: int) -> bool:
-    """Lock a file, waiting for whoever has locked it; False where the file system has no locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except OSError as error:
-        if error.errno not in exclusive.NO_LOCKS:
-            raise
-        return False
-    return True
 
 
 def sync_path(path: Path) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jacstore.base import leaving, machine
-from jacstore.base.events import Listener, Noted, Waiting
+from jacstore.base.events import Listener, Waiting
 from jacstore.base.schema import Open, parse, short_hash, typed
 from jacstore.errors import (
     DamagedDataError,
@@ -161,6 +161,7 @@ class Owner(Open):
     boot: str
     pid: int
     start: str | None
+    space: str | None = None
     token: str = ""
 
 
@@ -171,11 +172,52 @@ class Checksum(Open):
     crc32c: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Fence:
+    """Which lock work belongs to, wherever it is done: work whose run has ended writes nothing any more."""
+
+    folder: str
+    name: str
+    token: str
+
+    def _said(self) -> bytes:
+        """What the lock says; nothing if it is gone."""
+        try:
+            with open(Path(self.folder, self.name), "rb") as file:
+                return file.read()
+        except (FileNotFoundError, NotADirectoryError):
+            return b""
+
+    def ended(self) -> bool:
+        """Whether the lock was given up or taken over."""
+        return self.token.encode() not in self._said()
+
+    def asked_to_end(self) -> bool:
+        """Whether work should stop where it is: its run was interrupted, or has ended."""
+        said = self._said()
+        return self.token.encode() not in said or b'"ending": true' in said
+
+    def require(self) -> None:
+        """Refuse to go on without the lock.
+
+        Raises
+        ------
+        LockedError
+            If its file names another owner, or is gone.
+        """
+        if self.ended():
+            raise LockedError(
+                f"{self.folder}: this run has ended, or another one took its lock over while it stood still; nothing "
+                "more is written: wait for the other one, then run the same command again"
+            )
+
+
 class Lock:
     """A claim on a range of units or items, kept alive by a heartbeat.
 
-    The owner is named by host, boot, process id and process start. A lock whose owner is gone is taken over: at once on
-    this host, elsewhere only after its heartbeat has stood still for `STALE_SECONDS`.
+    The owner is named by host, boot, namespace of process ids, process id and process start. A lock whose owner is gone
+    is taken over: at once where that can be seen from here, elsewhere only after its heartbeat has stood still for
+    `STALE_SECONDS`. An owner that was taken for dead finds another token, or nothing, in its lock: then it is `lost`.
     """
 
     def __init__(
@@ -189,6 +231,25 @@ class Lock:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._owner: dict[str, Any] = {}
+        self._lost = False
+        self._writing = threading.Lock()
+        self._fence = self.fence
+
+    @property
+    def fence(self) -> Fence:
+        """What a worker needs to know whether this lock is still held."""
+        return Fence(folder=str(self.files.root.absolute()), name=f"{FOLDER}/{self.path.name}", token=self._token)
+
+    def announce_end(self) -> None:
+        """Tell those who work under this lock elsewhere to save what they have and stop."""
+        with contextlib.suppress(OSError, InvalidRequestError), self._writing:
+            self._fence.require()
+            self._owner["ending"] = True
+            self._replace()
+
+    def lost(self) -> bool:
+        """Whether another run holds what this one held; seen by the heartbeat."""
+        return self._lost
 
     @staticmethod
     def name(first: int, last: int) -> str:
@@ -204,14 +265,7 @@ class Lock:
             raise
         except OSError as error:
             raise explain(error, self.folder, 0) from error
-        if not self.files.locks and not self.files.said_so:
-            self.files.said_so = True
-            self._listener(
-                Noted(
-                    text=f"{self.files.root}: its file system has no file locks (flock); files that only one process "
-                    "can create serve instead"
-                )
-            )
+        self.files.fences.append(self._fence.require)
         self._thread = threading.Thread(target=self._beat, name="jacstore-heartbeat", daemon=True)
         self._thread.start()
         leaving.holds(self, self._release)
@@ -219,6 +273,8 @@ class Lock:
 
     def __exit__(self, *_: object) -> None:
         leaving.gave_up(self)
+        if self._fence.require in self.files.fences:
+            self.files.fences.remove(self._fence.require)
         self._release()
 
     def _release(self) -> None:
@@ -247,7 +303,7 @@ class Lock:
 
     @contextlib.contextmanager
     def _guard(self) -> Iterator[None]:
-        """One process of this host at a time examines and writes locks."""
+        """One process at a time examines and writes locks."""
         with self.files.guard(f"{FOLDER}/.guard"):
             yield
 
@@ -274,16 +330,16 @@ class Lock:
             return None
 
     def _take_over(self, path: Path) -> bool:
-        """Remove the lock of a dead owner on this host; False if the owner is on another host."""
+        """Remove the lock of a dead owner; False if it cannot be judged from here whether the owner is dead."""
         owner = self._read(path)
         if owner is None:
             # Torn: its writer died between creating and filling it.
             path.unlink(missing_ok=True)
             return True
-        if owner.host != machine.hostname():
+        alive = machine.is_alive(owner.host, owner.boot, owner.space, owner.pid, owner.start)
+        if alive is None:
             return False
-        started = machine.process_start(owner.pid)
-        if owner.boot == machine.boot_id() and started is not None and started == owner.start:
+        if alive:
             raise LockedError(
                 f"{path.parent.parent} is being worked on by process {owner.pid} on this host; wait for it, "
                 "stop it, or work on another part (--part I/N, part=)"
@@ -315,15 +371,7 @@ class Lock:
         return owner
 
     def _write(self) -> None:
-        pid = os.getpid()
-        owner = {
-            "host": machine.hostname(),
-            "boot": machine.boot_id(),
-            "pid": pid,
-            "start": machine.process_start(pid),
-            "token": self._token,
-            "beat": 0,
-        } | self.claim
+        owner = {**machine.this_process(), "token": self._token, "beat": 0} | self.claim
         self._owner = owner
         self._replace()
 
@@ -334,6 +382,12 @@ class Lock:
 
     def _beat(self) -> None:
         while not self._stop.wait(HEARTBEAT_SECONDS):
-            self._owner["beat"] += 1
-            with contextlib.suppress(OSError):
+            # An error of the file system says nothing about who holds it.
+            with contextlib.suppress(OSError, InvalidRequestError), self._writing:
+                try:
+                    self._fence.require()
+                except LockedError:
+                    self._lost = True
+                    return
+                self._owner["beat"] += 1
                 self._replace()

@@ -58,6 +58,8 @@ class StoreWriter:
         The factors that leaves name: `jacstore.terms.Operand` objects.
     dtype, codec, unit_size, memory
         As for `jacstore.build`. `codec` is none, lz4 or zstd.
+    proposed_unit_size
+        Of a new store, where `unit_size` is not given; one that another process began meanwhile keeps its own.
     requested
         Further facts that decide the rows; opening the store again with others is refused.
     numerics
@@ -75,6 +77,7 @@ class StoreWriter:
         dtype: str = "float32",
         codec: str = "none",
         unit_size: int | None = None,
+        proposed_unit_size: int | None = None,
         memory: int | str | None = None,
         outputs_dtype: str = "float64",
         requested: Mapping[str, Any] | None = None,
@@ -114,7 +117,7 @@ class StoreWriter:
                     factor_files=len(self.operands),
                     itemsize=np.dtype(storage_dtype(dtype)).itemsize,
                     memory=budget,
-                    unit_size=unit_size,
+                    unit_size=unit_size or proposed_unit_size,
                 )
                 refuse_small_disk(self.where, plan)
                 if isinstance(self.files, Memory):

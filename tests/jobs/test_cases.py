@@ -776,7 +776,7 @@ def test_case_24_a_second_build_is_refused_while_the_first_lives(tmp_path, truth
     assert not list((out / "ledger").glob("lock-*"))
 
 
-def test_case_24_a_lock_of_a_process_id_that_was_given_anew_is_taken_over(store_path):
+def test_case_24_a_lock_of_a_process_id_that_was_given_anew_is_taken_over(store_path, monkeypatch):
     lock = {
         "host": jacstore.base.machine.hostname(),
         "boot": boot_id(),
@@ -785,9 +785,13 @@ def test_case_24_a_lock_of_a_process_id_that_was_given_anew_is_taken_over(store_
         "first": 0,
         "last": 9,
     }
-    for changes in ({}, {"boot": "another boot", "start": jacstore.base.machine.process_start(os.getpid())}):
+    # Of a boot before this one or of another machine of this name: taken over once its heartbeat has stood still.
+    monkeypatch.setattr(jacstore.storage.ledger, "STALE_SECONDS", 0.05)
+    mine = {"start": jacstore.base.machine.process_start(os.getpid())}
+    for changes, waits in (({}, 0), (mine | {"boot": "another boot"}, 1), (mine | {"space": "another"}, 1)):
         (store_path / "ledger/lock-0000000-0000004.json").write_text(json.dumps(lock | changes))
-        assert build(mlp(10), store_path, codec="none").complete
+        seen = Counting()
+        assert build(mlp(10), store_path, codec="none", listener=seen).complete and len(seen.of(Waiting)) == waits
 
 
 def test_case_24_two_parts_may_run_at_once_but_not_one_part_twice(tmp_path):

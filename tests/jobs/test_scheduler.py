@@ -21,7 +21,10 @@ from dask.base import get_scheduler
 from distributed import Client, LocalCluster
 
 import jacstore
+import jacstore.kernels.executors
+import jacstore.kernels.plan.plan
 import jacstore.kernels.plan.schedule
+import jacstore.storage.files
 import jacstore.store.layout
 from helpers_errors import refusal
 from helpers_process import SECONDS, contents, environment, hold_reads, invoke
@@ -163,6 +166,58 @@ def test_a_worker_killed_in_an_item_changes_nothing(store, cluster, alone, rows,
     assert not [name for name in contents(tmp_path / "run.ntk") if name.startswith("partials/")]
 
 
+def test_a_worker_that_comes_back_after_its_run_ended_writes_nothing(store, tmp_path, monkeypatch):
+    """Tiles of a finished kernel were replaced by those of a run that had been interrupted, and verify failed."""
+    latch, out = tmp_path / "latch", tmp_path / "run.ntk"
+    latch.mkdir()
+
+    def hold():
+        os.environ.update(LATCH=str(latch), LATCH_COLUMN="100")
+        hold_reads()
+
+    settings = {"n_workers": 1, "threads_per_worker": 1, "memory_limit": 0, "silence_logs": 50}
+    with LocalCluster(processes=True, dashboard_address="127.0.0.1:0", **settings) as own, Client(own) as client:
+        client.run(hold)
+        words = {"scheduler": own.scheduler_address, "workers": 1, "tile": 7}
+        monkeypatch.setattr(jacstore.kernels.plan.schedule, "SLAB_COLUMNS", 14)
+        monkeypatch.setattr(jacstore.kernels.executors, "ENDING_SECONDS", 0.1)
+        with pytest.raises(RunInterruptedError):
+            gram(store, out=out, stop=lambda: bool(list(latch.glob("reached-*"))), **words)
+        assert gram(store, out=out, overwrite=True, dtype="float32", tile=7).complete
+        before = contents(out)
+        (latch / "go").touch()
+        # An item of nobody has its turn when the worker is done with the other.
+        until(lambda: not any(client.processing().values()) and client.submit(os.getpid, pure=False).result(SECONDS))
+        assert contents(out) == before and jacstore.verify(out).ok
+
+
+def test_an_interrupt_is_told_to_workers_who_save_a_checkpoint_and_end(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(jacstore.kernels.plan.schedule, "SLAB_COLUMNS", 14)
+    latch, out = tmp_path / "latch", tmp_path / "run.ntk"
+    latch.mkdir()
+
+    def hold():
+        os.environ.update(LATCH=str(latch), LATCH_COLUMN="100")
+        hold_reads()
+
+    def reached():
+        if len(list(latch.glob("reached-*"))) < 3:
+            return False
+        (latch / "go").touch()
+        return True
+
+    with LocalCluster(
+        processes=True, n_workers=3, threads_per_worker=1, memory_limit=0, dashboard_address="127.0.0.1:0"
+    ) as own:
+        with Client(own) as client:
+            client.run(hold)
+        with pytest.raises(RunInterruptedError):
+            gram(store, out=out, scheduler=own.scheduler_address, workers=3, tile=7, stop=reached)
+    # All have ended by then, the one that had multiplied some slabs with a checkpoint.
+    assert [name for name in contents(out) if name.startswith("checkpoints/")]
+    assert not list((out / "ledger").glob("lock-*"))
+
+
 def test_two_clusters_may_run_on_one_machine(store, tmp_path):
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -220,6 +275,27 @@ def test_a_script_without_a_guard_is_not_run_again_by_its_workers(store, alone, 
     for name in ("first.ntk", "second.ntk"):
         kernel = jacstore.open(tmp_path / name)
         assert kernel.complete and kernel_error(values(kernel), alone, rows) <= FLOAT32
+
+
+# --- many items -------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_and_a_rerun_list_their_items_and_their_records_no_more_often_for_many(tmp_path, monkeypatch):
+    """Lists of all items were made anew several times for each of them: 300 CPU seconds for 5,050."""
+    made, listed = [], []
+    plans, names = jacstore.kernels.plan.plan, jacstore.storage.files.Folder.names
+    monkeypatch.setattr(plans, "Item", lambda real=plans.Item, **named: made.append(1) or real(**named))
+    monkeypatch.setattr(jacstore.storage.files.Folder, "names", lambda *given: listed.append(1) or names(*given))
+    counts = {}
+    for n, items in ((5, 15), (15, 120)):
+        held = build(mlp(n), tmp_path / f"{n}.jac", layout="factored", codec="none")
+        for name in ("run", "rerun"):
+            made.clear()
+            listed.clear()
+            gram(held, out=tmp_path / f"{n}.ntk", tile=1)
+            counts[name, n] = len(listed)
+            assert len(made) == items
+    assert counts["run", 15] == counts["run", 5] and counts["rerun", 15] == counts["rerun", 5]
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from jacstore.base.modes import Mode
@@ -81,13 +82,22 @@ class GramPlan:
         """Expected reads of the stored J, in units of its size."""
         return self.bytes_expected / self.bytes_stored
 
-    @property
-    def items(self) -> list[Item]:
-        return [
+    @cached_property
+    def items(self) -> tuple[Item, ...]:
+        """All items by their number. There may be thousands, and each of them asks for its own: they are made once."""
+        return tuple(
             Item(number=g * len(self.splits) + s, group=g, split=s, columns=columns, steps=self.split_steps[s])
             for g in range(len(self.groups))
             for s, columns in enumerate(self.splits)
-        ]
+        )
+
+    @property
+    def n_items(self) -> int:
+        return len(self.groups) * len(self.splits)
+
+    def items_of(self, group: int) -> tuple[Item, ...]:
+        """The items of a group, one for each split."""
+        return self.items[group * len(self.splits) : (group + 1) * len(self.splits)]
 
     def tiles_of(self, group: Group) -> list[tuple[int, int]]:
         """Tiles that a group computes: only `i <= j` of a symmetric kernel, only `i == j` for mode blocks."""

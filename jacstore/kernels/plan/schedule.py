@@ -123,9 +123,9 @@ def plan_gram(
             f"least {needed * workers:,} bytes (memory=), fewer --workers or a smaller --tile"
         )
     files = best.tiles_stored * len(leaf_borders or [0])
-    if files > MAX_FILES or len(best.items) > MAX_ITEMS:
+    if files > MAX_FILES or best.n_items > MAX_ITEMS:
         raise InvalidRequestError(
-            f"the kernel would be {files:,} tiles in {len(best.items):,} items; at most {MAX_FILES:,} and "
+            f"the kernel would be {files:,} tiles in {best.n_items:,} items; at most {MAX_FILES:,} and "
             f"{MAX_ITEMS:,} are allowed: give a larger --tile (tile=) or more --memory (memory=)"
         )
     return best
