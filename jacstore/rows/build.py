@@ -266,7 +266,7 @@ class _Job:
         """A store that is there: the request is said in its words, and leaves that it has as rows stay rows."""
         rows = {leaf.path for leaf in store.leaves if leaf.dense}
         if any(not leaf.dense and leaf.path in rows for leaf in self.leaves):
-            self._take(cut_with_rows(self.cut, rows, self.prepared.n_outputs, self.options.layout))
+            self._take(cut_with_rows(self.prepared, self.cut, rows, self.options.layout))
         self.requested |= {"function": self.prepared.requested_like(store.requested)["function"]}
         return store
 

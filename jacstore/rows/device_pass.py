@@ -81,6 +81,7 @@ class DevicePass:
         self.output_batch = min(output_batch or self._slice_that_fits(budget), prepared.n_outputs)
         self.batch_size = min(batch_size or self._batch_that_fits(budget), unit_size)
         started = time.perf_counter()
+        self._parameters = self._on_device()
         self._compile()
         while self.bytes_needed > budget:
             if batch_size is not None or self.batch_size == 1:
@@ -111,20 +112,26 @@ class DevicePass:
         fits = min(budget // 4, BATCH_BYTES.get(device().platform, BATCH_BYTES_ELSEWHERE)) // rows
         return max(1, min(fits, LARGEST_BATCH, self.prepared.n_examples))
 
-    def _compile(self) -> None:
+    def _on_device(self) -> Any:
+        """Parameters go to the device once, not with every batch."""
         with precision_context(self.float64):
-            arguments = (self.prepared.selected, self.prepared.rest, self._padded(self.prepared.read(0, 1)), 0)
-            # Parameters go to the device once, not with every batch.
-            self._parameters = jax.device_put(arguments[:2])
-            # The user's function was traced with the cut, under the user's own flags.
-            with own_code():
-                lowered = jax.jit(self._batch).lower(*self._parameters, *arguments[2:])
-                self._program = lowered.compile()
-                # Norms of factors are a program of their own: in one program, XLA computed a deep network's
-                # cotangents anew for each of them, which took most of the time to compile it.
-                factors = lowered.out_info[2]
-                self._finish = jax.jit(self._finished).lower(factors).compile() if factors else None
+            return jax.device_put((self.prepared.selected, self.prepared.rest))
+
+    def _compile(self) -> None:
+        key = (self.stored_dtype.name, self.batch_size, self.output_batch)
+        self._program, self._finish = self.cut.programs.made(key, self._compiled)
         self.bytes_needed = _bytes_of(self._program) + (_bytes_of(self._finish, given=False) if self._finish else 0)
+
+    def _compiled(self) -> tuple[Any, Any]:
+        """The programs of a batch, which depend on the cut alone: parameters and examples are arguments."""
+        # The user's function was traced with the cut, under the user's own flags.
+        with precision_context(self.float64), own_code():
+            lowered = jax.jit(self._batch).lower(*self._parameters, self._padded(self.prepared.read(0, 1)), 0)
+            program = lowered.compile()
+            # Norms of factors are a program of their own: in one program, XLA computed a deep network's
+            # cotangents anew for each of them, which took most of the time to compile it.
+            factors = lowered.out_info[2]
+            return program, jax.jit(self._finished).lower(factors).compile() if factors else None
 
     def _batch(self, selected: list[Any], rest: list[Any], examples: Any, first: Any) -> tuple[Any, Any, Any, Any]:
         """Outputs, rows in the stored type, factors as they are computed, partial norms of the rows."""

@@ -95,10 +95,14 @@ class _Product:
 
 
 class Finder:
-    """Follows gradients back to the equations that form them."""
+    """Follows gradients back to the equations that form them.
 
-    def __init__(self, flat: Backward) -> None:
-        self.flat = flat
+    `scalars` holds those that gradients are multiplied by, as computed from the parameters.
+    """
+
+    def __init__(self, flat: Backward, parameters: Sequence[Any]) -> None:
+        self.flat, self._parameters = flat, parameters
+        self.scalars: dict[Any, float] = {}
         self.layers = {root for eqn in flat.closed.jaxpr.eqns if (root := self._layer(eqn)) is not None}
 
     def _layer(self, eqn: Any) -> Any:
@@ -288,7 +292,9 @@ class Finder:
         if isinstance(scalar, jex.Literal):
             value = float(np.asarray(scalar.val)) if np.ndim(scalar.val) == 0 else math.nan
         elif math.prod(scalar.aval.shape) == 1:
-            value = self.flat.constant(scalar)
+            if scalar not in self.scalars:
+                self.scalars[scalar] = self.flat.constant(scalar, self._parameters)
+            value = self.scalars[scalar]
         else:
             return None
         return (value, left) if math.isfinite(value) and value else None
