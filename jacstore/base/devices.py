@@ -1,8 +1,10 @@
-"""In: what JAX was told. Out: the device it computes on, or one line that says what is missing."""
+"""In: what JAX was told. Out: the devices it computes on, or one line that says what is missing."""
 
 from __future__ import annotations
 
+import operator
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -27,6 +29,41 @@ def device() -> Any:
             f"JAX_PLATFORMS={asked}: no such device here ({reason}); install jaxlib for it "
             '(pip install "jacstore[cuda]") or set JAX_PLATFORMS=cpu'
         ) from error
+
+
+def local_devices(asked: Any = None) -> list[Any]:
+    """The devices of this process that are asked for: all, the first N, or those of some numbers.
+
+    Raises
+    ------
+    InvalidRequestError
+        If there is no such device.
+    """
+    device()
+    there = jax.local_devices()
+    try:
+        wanted = _numbers(asked, len(there))
+    except (TypeError, ValueError):
+        wanted = []
+    if not wanted or len(set(wanted)) < len(wanted) or not all(0 <= n < len(there) for n in wanted):
+        several = isinstance(asked, Sequence) and not isinstance(asked, str)
+        given = ",".join(map(str, asked)) if several else asked
+        raise InvalidRequestError(
+            f"--devices {given}: allowed are all, a count from 1 to {len(there)}, or different numbers from 0 to "
+            f"{len(there) - 1} such as 0,2 (devices=)"
+        )
+    return [there[n] for n in wanted]
+
+
+def _numbers(asked: Any, count: int) -> list[int]:
+    """Numbers of the devices that are asked for, of `count`; a count that is too large names one that is not there."""
+    if asked in (None, "all"):
+        return list(range(count))
+    if isinstance(asked, str):
+        return [int(n) for n in asked.split(",")] if "," in asked else list(range(int(asked)))
+    if isinstance(asked, Sequence):
+        return [operator.index(n) for n in asked]
+    return list(range(operator.index(asked)))
 
 
 def device_budget(given: int | None, memory: int) -> int:

@@ -64,6 +64,7 @@ def _keeping(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--codec", type=CODECS, default="auto", show_default=True, help="Compression. auto measures which pays.")
 @click.option("--examples", metavar="A:B", help="Only these examples; they define the N of the store.")
 @click.option("--part", metavar="I/N", help="Only part I of N, counted from 1; parts may run anywhere, in any order.")
+@click.option("--devices", metavar="all|N|I,J", help="Devices that compute batches in turn. [default: all]")
 @click.option("--allow-nonfinite", is_flag=True, help="Store rows that hold NaN or infinity instead of stopping.")
 @_starting
 @common
@@ -95,7 +96,7 @@ def _build_torch(problem: Any, out: str, dry_run: bool, **options: Any) -> dict[
     from jacstore import torch
     from jacstore.errors import InvalidRequestError
 
-    given = {name: options.pop(name) for name in ("device_memory", "output_batch", "codec", "examples")}
+    given = {name: options.pop(name) for name in ("device_memory", "output_batch", "codec", "examples", "devices")}
     given |= {"codec": None if given["codec"] in ("auto", "none") else given["codec"], "dry_run": dry_run or None}
     for name, value in given.items():
         if value is not None:

@@ -11,7 +11,7 @@ import math
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from jacstore.base import machine
-from jacstore.base.devices import device, device_budget
+from jacstore.base.devices import device, device_budget, local_devices
 from jacstore.base.events import BatchDone, Listener, Started, silent
 from jacstore.base.machine import format_size, parse_size
 from jacstore.base.precision import NORM_RUN, compute_dtype
@@ -66,6 +66,7 @@ def build(
     codec: str = "auto",
     examples: tuple[int, int] | str | None = None,
     part: tuple[int, int] | str | None = None,
+    devices: str | int | Sequence[int] | None = None,
     allow_nonfinite: bool = False,
     overwrite: bool = False,
     listener: Listener = silent,
@@ -95,6 +96,9 @@ def build(
         Range `(A, B)` or "A:B" of the inputs that the store is about.
     part
         `(I, N)` or "I/N": only the I-th of N parts of the units, counted from 1.
+    devices
+        Which devices of this process compute: "all", the first N, or their numbers such as "0,2" or `[0, 2]`; batches
+        go round them. All if not given, or those on which parameters were placed.
     allow_nonfinite
         Store rows with NaN or infinity instead of stopping.
     overwrite
@@ -126,6 +130,7 @@ def build(
         codec=codec,
         examples=examples,
         part=part,
+        devices=devices,
     )
     job = _Job(problem, out, options)
     state = state_among(leaf.path for leaf in job.leaves)
@@ -164,6 +169,7 @@ def build(
         **times,
         codec=store.resolved["codec"],
         batch_size=job.device_pass.batch_size if job.device_pass else None,
+        batches_by_device=job.device_pass.batches if job.device_pass else [],
     )
     return store
 
@@ -197,6 +203,7 @@ class _Options:
         codec: str = "auto",
         examples: tuple[int, int] | str | None = None,
         part: tuple[int, int] | str | None = None,
+        devices: str | int | Sequence[int] | None = None,
     ) -> None:
         self.memory = machine.default_memory(memory)
         self.device_memory = parse_size(device_memory, "--device-memory")
@@ -213,6 +220,7 @@ class _Options:
         self.unit_size = zarr_group.parse_count(unit_size, "--unit-size")
         self.examples = zarr_group.parse_pair(examples, ":", "--examples", "A:B")
         self.part = zarr_group.parse_part(part)
+        self.devices = local_devices(devices)
 
 
 class _Job:
@@ -319,6 +327,7 @@ class _Job:
                 unit_size=unit_size,
                 batch_size=self.options.batch_size,
                 output_batch=self.options.output_batch,
+                devices=self.options.devices,
             )
             self.seconds_compile = self.device_pass.seconds_compile
         return self.device_pass
@@ -411,9 +420,9 @@ class _Job:
             # One batch is computed, one read, `reads` wait.
             room = free - units * unit - beside - (reads + 2) * batch
             # On an accelerator passes take its memory, not the host's.
-            depth = min(
-                IN_FLIGHT, (room if on_cpu else device_budget(self.options.device_memory, self.memory)) // needed
-            )
+            count = len(passes.batches)
+            budget = device_budget(self.options.device_memory, self.memory)
+            depth = min(count * IN_FLIGHT, room // needed if on_cpu else count * (budget // needed))
             if room >= 0 and depth >= units:
                 return units - 1, depth, reads
         raise InvalidRequestError(
