@@ -1,7 +1,8 @@
 """Names and numbers that several parts of the package share: modes, precisions, caps, sizes of blocks."""
 
 MODES = ("full", "trace", "diagonal", "blocks")
-PRECISIONS = ("float64", "float32", "fast")
+PRECISIONS = ("float64", "float32", "bf16x9", "bf16x6", "bf16x3", "tf32", "fast")
+BLAS_PRECISIONS = ("float64", "float32")
 MAX_FILES = 20_000
 MAX_ITEMS = 10_000
 # Wide slabs keep BLAS busy; beyond this depth a float32 product would lose digits before its float64 sum.

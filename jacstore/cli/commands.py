@@ -18,7 +18,7 @@ LAYOUTS = Words("auto", "dense", "factored")
 CODECS = Words("auto", "none", "lz4", "zstd")
 MODES = Words("full", "trace", "diagonal", "blocks")
 KERNEL_DTYPES = Words("float64", "float32")
-PRECISIONS = Words("float64", "float32", "fast")
+PRECISIONS = Words("float64", "float32", "bf16x9", "bf16x6", "bf16x3", "tf32", "fast")
 PRODUCT_PRECISIONS = Words("float64", "float32")
 ENGINES = Words("auto", "blas", "xla")
 LIKELIHOODS = Words("gaussian", "softmax")
@@ -125,7 +125,8 @@ def _build_torch(problem: Any, out: str, dry_run: bool, **options: Any) -> dict[
 @click.option(
     "--precision",
     type=PRECISIONS,
-    help="Type of the products; fast means 16-bit or TF32. [default: from the store]",
+    help="Type of the products; bf16x3 to bf16x9 split float32 into bfloat16, fast means 16-bit or TF32. "
+    "[default: from the store]",
 )
 @click.option("--engine", type=ENGINES, default="auto", show_default=True, help="What multiplies: BLAS or JAX's XLA.")
 @click.option("--tile", type=int, metavar="N", help="Edge of a kernel tile in examples. [default: from the memory]")

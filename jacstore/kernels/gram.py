@@ -19,7 +19,7 @@ import numpy as np
 
 from jacstore.base import machine
 from jacstore.base.events import Listener, Started, silent
-from jacstore.base.limits import PRECISIONS
+from jacstore.base.limits import BLAS_PRECISIONS, PRECISIONS
 from jacstore.base.machine import format_size, parse_size
 from jacstore.base.precision import entry_error
 from jacstore.errors import DamagedDataError, InvalidRequestError, LockedError
@@ -92,10 +92,10 @@ def gram(
     dtype
         Type of the stored kernel, float64 or float32.
     precision
-        Type of the products: float64, float32, or fast (16-bit or TF32); sums are float64. Default float64 for float64
-        stores, else float32.
+        Type of the products: float64, float32; tf32; bf16x9, bf16x6 or bf16x3, for which a device splits float32 into
+        bfloat16 numbers; or fast (16-bit or TF32). Sums are float64. Default float64 for float64 stores, else float32.
     engine
-        blas, xla, or auto: xla where there is an accelerator or precision is fast, else blas.
+        blas, xla, or auto: xla where there is an accelerator or BLAS has no such precision, else blas.
     tile
         Edge of a kernel tile in examples (in mode full a tile has K times as many rows).
     by_leaf
@@ -235,6 +235,7 @@ class _Job:
             )
         self.precision = precision or default_precision(self.rows, self.cols)
         self.engine_name = self._choose_engine(engine)
+        self._refuse_unsupported()
         self.scheduler, self.workers, self.tile, self.by_leaf = scheduler, workers, tile, by_leaf
         self.requested = {
             "store": self.rows.identity(),
@@ -253,12 +254,20 @@ class _Job:
 
     def _choose_engine(self, asked: str) -> str:
         if asked == "auto":
-            return "xla" if self.precision == "fast" or _accelerator_is_likely() else "blas"
-        if asked == "blas" and self.precision == "fast":
+            return "xla" if self.precision not in BLAS_PRECISIONS or _accelerator_is_likely() else "blas"
+        if asked == "blas" and self.precision not in BLAS_PRECISIONS:
             raise InvalidRequestError(
-                "--precision fast: BLAS has no 16-bit products; use --engine xla (engine=) or float32 (precision=)"
+                f"--precision {self.precision}: BLAS has no such products; use --engine xla (engine=) or float32 "
+                "(precision=)"
             )
         return asked
+
+    def _refuse_unsupported(self) -> None:
+        """Refuse what the device does not multiply before anything is written."""
+        if self.engine_name == "xla":
+            from jacstore.kernels.engines.xla import refuse_unsupported
+
+            refuse_unsupported(self.precision)
 
     @property
     def share(self) -> int:
