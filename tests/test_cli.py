@@ -49,7 +49,7 @@ FLAGS = {
     | {"--devices"},
     "gram": STARTING
     | {"--mode", "--precision", "--engine", "--tile", "--by-leaf", "--triangle", "--scheduler", "--workers"}
-    | {"--exact-diagonal"},
+    | {"--exact-diagonal", "--devices"},
     "info": SHARED,
     "clean": SHARED,
     "predict": SHARED | {"--labels", "--alpha", "--out", "--from-network", "--keep", "--no-keep", "--memory"},

@@ -101,3 +101,71 @@ def test_a_build_refuses_a_device_that_is_not_there_before_any_work():
     problem = jacstore.Problem(apply=lambda p, x: calls.append(0) or x * p, params=np.ones(2), inputs=np.ones((3, 2)))
     assert "--devices 77" in refusal(jacstore.build, problem, None, devices=77)
     assert not calls
+
+
+KERNELS = """
+from jacstore.kernels.engines import xla
+added = []
+real = xla.XlaEngine.add
+
+def counted(self, *given):
+    total = real(self, *given)
+    added.append(next(iter(given[2].devices())).id)
+    return total
+
+xla.XlaEngine.add = counted
+
+def kernel(store, other=None, **options):
+    made = jacstore.gram(store, other, engine="xla", memory="200MB", **options)
+    return made.report["passes"], np.asarray(made.array.compute(scheduler="synchronous"))
+
+def close(a, b):
+    return bool(np.linalg.norm(a - b) <= 1e-6 * np.linalg.norm(b))
+"""
+
+
+@pytest.mark.parametrize("mode", ["full", "trace", "diagonal", "blocks"])
+def test_a_kernel_of_any_number_of_devices_is_that_of_one_and_equal_to_the_bit_for_the_same_number(mode):
+    found = on_four_devices(f"""
+{KERNELS}
+from jacstore.kernels.plan import plan
+plan.GramPlan.slabs = lambda self, columns: [(a, min(a + 100, columns[1])) for a in range(*columns, 100)]
+store, mode = built(layout="dense"), {mode!r}
+one = kernel(store, mode=mode, devices=1)
+result = []
+for asked in (None, "0,2", [3]):
+    added.clear()
+    again = [kernel(store, mode=mode, devices=asked) for _ in range(2)]
+    shares = [added.count(n) for n in range(4)]
+    result.append([again[0][1].tobytes() == again[1][1].tobytes(), close(again[0][1], one[1]), again[0][0], shares])
+print(json.dumps([one[0], result]))
+""")
+    passes, result = found
+    for (same, close, read, shares), used in zip(result, (4, 2, 1), strict=True):
+        assert same and close and read == passes
+        busy = [share for share in shares if share]
+        assert len(busy) == used and max(busy) - min(busy) <= 0.1 * sum(busy)
+
+
+def test_rectangles_factors_and_leaves_on_four_devices_are_those_of_one():
+    found = on_four_devices(f"""
+{KERNELS}
+store = built()
+other = jacstore.build(jacstore.Problem(apply=network, params=P, inputs=X[:10] + 1), None)
+result = []
+for given in ((store,), (store, other)):
+    result.append(close(kernel(*given)[1], kernel(*given, devices=1)[1]))
+one, four = (jacstore.gram(store, engine="xla", by_leaf=True, devices=n) for n in (1, 4))
+for path in one.leaves:
+    a, b = (made.leaf_arrays()[path].compute(scheduler="synchronous") for made in (four, one))
+    result.append(close(a, b))
+print(json.dumps(result))
+""")
+    assert found == [True] * 4
+
+
+def test_devices_are_refused_with_blas_and_where_they_are_not_there():
+    problem = jacstore.Problem(apply=lambda p, x: x * p, params=np.ones(2, np.float32), inputs=np.ones((3, 2)))
+    store = jacstore.build(problem, None)
+    assert "BLAS uses no device" in refusal(jacstore.gram, store, engine="blas", devices=1)
+    assert "--devices 77" in refusal(jacstore.gram, store, engine="xla", devices=77)

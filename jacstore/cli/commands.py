@@ -136,6 +136,7 @@ def _build_torch(problem: Any, out: str, dry_run: bool, **options: Any) -> dict[
 @click.option("--part", metavar="I/N", help="Only part I of N of the items, counted from 1.")
 @click.option("--scheduler", default="threads", show_default=True, help="threads, processes or tcp://HOST:PORT.")
 @click.option("--workers", type=int, metavar="N", help="Processes to share the work. [default: as many as there are]")
+@click.option("--devices", metavar="all|N|I,J", help="Devices that multiply, with --engine xla. [default: all]")
 @_starting
 @common
 def gram(shared: Shared, store: str, other: str | None, out: str, dry_run: bool, **options: Any) -> None:

@@ -11,7 +11,7 @@ import importlib.util
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from jacstore.base.machine import format_size, parse_size
 from jacstore.base.precision import entry_error
 from jacstore.errors import DamagedDataError, InvalidRequestError, LockedError
 from jacstore.kernels.context import Work, common_dtype, make_engine
+from jacstore.kernels.engines.blas import Engine
 from jacstore.kernels.executors import cluster_at, connect, on_cluster, on_threads
 from jacstore.kernels.finish import finish_group
 from jacstore.kernels.kernel import LEAVES, WHOLE, Kernel, expected_bytes, layouts
@@ -70,6 +71,7 @@ def gram(
     part: tuple[int, int] | str | None = None,
     scheduler: str = "threads",
     workers: int | None = None,
+    devices: str | int | Sequence[int] | None = None,
     overwrite: bool = False,
     listener: Listener = silent,
     stop: Callable[[], bool] | None = None,
@@ -111,6 +113,9 @@ def gram(
         threads (here), processes (a local cluster) or the address of a Dask scheduler.
     workers
         Processes to share the work.
+    devices
+        Which devices of a process multiply, where the engine is xla: "all", the first N, or their numbers such as
+        "0,2" or `[0, 2]`; slabs go round them. All if not given.
 
     Returns
     -------
@@ -137,6 +142,7 @@ def gram(
         part=part,
         scheduler=scheduler,
         workers=workers,
+        devices=devices,
     )
     kernel = job.create(overwrite, listener)
     return job.run(kernel, started, listener, stop or (lambda: False))
@@ -184,6 +190,7 @@ class _Job:
         part: tuple[int, int] | str | None = None,
         scheduler: str = "threads",
         workers: int | None = None,
+        devices: str | int | Sequence[int] | None = None,
     ) -> None:
         self.rows = as_store(store)
         self.cols = None if other is None else as_store(other)
@@ -235,6 +242,7 @@ class _Job:
             )
         self.precision = precision or default_precision(self.rows, self.cols)
         self.engine_name = self._choose_engine(engine)
+        self.devices = devices
         self._refuse_unsupported()
         self.scheduler, self.workers, self.tile, self.by_leaf = scheduler, workers, tile, by_leaf
         self.requested = {
@@ -263,11 +271,22 @@ class _Job:
         return asked
 
     def _refuse_unsupported(self) -> None:
-        """Refuse what the device does not multiply before anything is written."""
+        """Refuse devices that are not there, and what they do not multiply, before anything is written."""
         if self.engine_name == "xla":
+            from jacstore.base.devices import local_devices
             from jacstore.kernels.engines.xla import refuse_unsupported
 
+            local_devices(self.devices)
             refuse_unsupported(self.precision)
+        elif self.devices is not None:
+            raise InvalidRequestError(
+                f"--devices {self.devices}: BLAS uses no device of JAX; leave it out (devices=), or use --engine xla "
+                "(engine=)"
+            )
+
+    def _engine(self) -> Engine:
+        stored = common_dtype(self.rows, self.cols)
+        return make_engine(self.engine_name, self.precision, stored, self.device_memory, devices=self.devices)
 
     @property
     def share(self) -> int:
@@ -279,7 +298,7 @@ class _Job:
         if self.scheduler not in ("threads", "processes") and self.workers is None:
             with connect(self.scheduler) as client:
                 self.workers = max(1, len(client.scheduler_info()["workers"]))
-        engine = make_engine(self.engine_name, self.precision, common_dtype(self.rows, self.cols), self.device_memory)
+        engine = self._engine()
         memory = self.memory - self._memory_held()
         parts = self.part[1]
         # Leaves that the two stores hold by different terms can only be compared as rows.
@@ -392,7 +411,7 @@ class _Job:
 
     def _numerics(self) -> dict[str, Any]:
         """What decides the digits of the kernel, and errors of its entries relative to sqrt(G_ii G_jj)."""
-        engine = make_engine(self.engine_name, self.precision, common_dtype(self.rows, self.cols), self.device_memory)
+        engine = self._engine()
         stores = [s for s in (self.rows, self.cols) if s is not None]
         errors = [
             entry_error(
@@ -424,7 +443,12 @@ class _Job:
             sweep_items(kernel, mine)
             threads = max(1, machine.cores() // self.share) if self.share > 1 else machine.limited_cores()
             work = Work(
-                rows=self.rows, cols=self.cols, kernel=kernel, threads=threads, device_memory=self._resident_bytes()
+                rows=self.rows,
+                cols=self.cols,
+                kernel=kernel,
+                threads=threads,
+                device_memory=self._resident_bytes(),
+                devices=self.devices,
             )
             done, finished = items_done(work), finished_groups(kernel)
             todo = [n for n in mine if n not in done and items[n].group not in finished]
@@ -550,7 +574,7 @@ class _Job:
 
     def _measured_speeds(self, plan: GramPlan) -> tuple[float, float]:
         """flop/s of one tile's product and bytes/s of one read, each timed twice and the second taken."""
-        engine = make_engine(self.engine_name, self.precision, common_dtype(self.rows, self.cols), self.device_memory)
+        engine = self._engine()
         examples = min(plan.tile, plan.rows.n_examples, max(1, 2048 // plan.n_outputs))
         width = min(plan.slab_columns, plan.n_columns) or 1024
         array = "rows" if plan.n_columns else operand_array(self.rows.operands[0].name)

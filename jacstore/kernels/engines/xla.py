@@ -7,6 +7,8 @@ tests run the code that a GPU runs.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -15,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jacstore.base.devices import device
+from jacstore.base.devices import device, local_devices
 from jacstore.base.limits import PRECISIONS
 from jacstore.errors import InvalidRequestError
 from jacstore.terms.factor_set import FactorSet, block_view
@@ -92,7 +94,7 @@ class XlaEngine:
         with jax.enable_x64(True):
             return jnp.array(total)
 
-    def load(self, slab: np.ndarray) -> Any:
+    def load(self, slab: np.ndarray, turn: int = 0) -> Any:
         with jax.enable_x64(True):
             # A copy: on a CPU `device_put` may keep the host buffer, which the next read overwrites.
             operand = jnp.array(slab, copy=True)
@@ -134,6 +136,84 @@ class XlaEngine:
 
     def fetch(self, total: Any) -> np.ndarray:
         return np.array(total, np.float64)
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """An accumulator on each device; None where nothing was added yet."""
+
+    shape: tuple[int, ...]
+    parts: list[Any]
+
+
+class SeveralDevices:
+    """The products of an `XlaEngine` on several devices: slabs go round, sums of the devices are added in their order.
+
+    What each device adds depends on the number of devices alone. Products of factors are formed on the first one.
+    """
+
+    name = "xla"
+
+    def __init__(self, precision: str, stored: str, resident_bytes: int | None, places: Sequence[Any]) -> None:
+        self._places = tuple(places)
+        self._engines = [XlaEngine(precision, stored, resident_bytes) for _ in places]
+        first = self._engines[0]
+        self.slab_dtype, self.factor_dtype = first.slab_dtype, first.factor_dtype
+        self.rounded_to, self.device = first.rounded_to, first.device
+        # Where device and host memory are one, each device holds a slab and an accumulator of its own.
+        more = len(self._places) - 1 if device().platform == "cpu" else 0
+        self.slab_copies, self.tile_copies = first.slab_copies + more, first.tile_copies + more
+
+    def zeros(self, shape: tuple[int, ...]) -> Any:
+        return _Sums(tuple(shape), [None] * len(self._places))
+
+    def restore(self, total: np.ndarray) -> Any:
+        found = self.zeros(total.shape)
+        with jax.default_device(self._places[0]):
+            found.parts[0] = self._engines[0].restore(total)
+        return found
+
+    def load(self, slab: np.ndarray, turn: int = 0) -> Any:
+        at = turn % len(self._places)
+        with jax.default_device(self._places[at]):
+            return at, self._engines[at].load(slab)
+
+    def add(self, mode: str, total: Any, a: Any, rows: slice, b: Any, cols: slice, columns: slice) -> Any:
+        (at, left), (other, right) = a, b
+        if at != other:
+            raise ValueError("slabs that are multiplied must be loaded in one turn")
+        with jax.default_device(self._places[at]):
+            part = self._part(total, at)
+            total.parts[at] = self._engines[at].add(mode, part, left, rows, right, cols, columns)
+        return total
+
+    def _part(self, total: _Sums, at: int) -> Any:
+        part = total.parts[at]
+        return self._engines[at].zeros(total.shape) if part is None else part
+
+    def load_factors(self, factors: FactorSet) -> FactorSet:
+        with jax.default_device(self._places[0]):
+            return self._engines[0].load_factors(factors)
+
+    def add_factors(self, mode: str, total: Any, a: FactorSet, rows: slice, b: FactorSet, cols: slice) -> Any:
+        with jax.default_device(self._places[0]):
+            total.parts[0] = self._engines[0].add_factors(mode, self._part(total, 0), a, rows, b, cols)
+        return total
+
+    def fetch(self, total: Any) -> np.ndarray:
+        found = np.zeros(total.shape)
+        for engine, part in zip(self._engines, total.parts, strict=True):
+            if part is not None:
+                found += engine.fetch(part)
+        return found
+
+
+def xla_engine(precision: str, stored: str, resident_bytes: int | None, devices: Any = None) -> Any:
+    """The engine of the devices that are asked for, all of this process if none are."""
+    places = local_devices(devices)
+    if places == [device()]:
+        return XlaEngine(precision, stored, resident_bytes)
+    return SeveralDevices(precision, stored, resident_bytes, places)
 
 
 def refuse_unsupported(precision: str) -> None:
