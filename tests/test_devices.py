@@ -157,7 +157,7 @@ for given in ((store,), (store, other)):
     result.append(close(kernel(*given)[1], kernel(*given, devices=1)[1]))
 one, four = (jacstore.gram(store, engine="xla", by_leaf=True, devices=n) for n in (1, 4))
 for path in one.leaves:
-    a, b = (made.leaf_arrays()[path].compute(scheduler="synchronous") for made in (four, one))
+    a, b = (made.leaf_arrays[path].compute(scheduler="synchronous") for made in (four, one))
     result.append(close(a, b))
 print(json.dumps(result))
 """)
