@@ -22,6 +22,8 @@ class Work:
     kernel: Kernel
     threads: int | None
     device_memory: int | None
+    # Devices as they were asked for: each process has its own.
+    devices: Any = None
     # What stays in memory from item to item of this process: engine, diagonal, factors.
     kept: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     # Accumulators of finished tiles, to be used again.
@@ -37,6 +39,7 @@ class Work:
             kernel=self.kernel,
             threads=self.threads,
             device_memory=self.device_memory,
+            devices=self.devices,
         ), ()
 
     def engine(self) -> Engine:
@@ -45,7 +48,7 @@ class Work:
             kept: Engine = self.kept["engine"]
             return kept
         kernel, stored = self.kernel, common_dtype(self.rows, self.cols)
-        made = make_engine(kernel.engine, kernel.precision, stored, self.device_memory, self.threads)
+        made = make_engine(kernel.engine, kernel.precision, stored, self.device_memory, self.threads, self.devices)
         # That of a device counts the memory that the accumulators of its item leave.
         return self.kept.setdefault("engine", made) if made.name == "blas" else made
 
@@ -73,10 +76,15 @@ def common_dtype(rows: JacobianStore, cols: JacobianStore | None) -> str:
 
 
 def make_engine(
-    name: str, precision: str, stored: str, device_memory: int | None, threads: int | None = None
+    name: str,
+    precision: str,
+    stored: str,
+    device_memory: int | None,
+    threads: int | None = None,
+    devices: Any = None,
 ) -> Engine:
     if name == "blas":
         return BlasEngine(precision, threads)
-    from jacstore.kernels.engines.xla import XlaEngine
+    from jacstore.kernels.engines.xla import xla_engine
 
-    return XlaEngine(precision, stored, device_memory)
+    return xla_engine(precision, stored, device_memory, devices)
