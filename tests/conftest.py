@@ -6,7 +6,9 @@ A landing is judged alike twice; `--hypothesis-profile random` explores.
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -29,3 +31,11 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled.name
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept() -> Iterator[None]:
+    """Let no test use the programs that another one left in the process."""
+    yield
+    if "jacstore.problem.program" in sys.modules:
+        sys.modules["jacstore.problem.program"].forget()

@@ -1,4 +1,4 @@
-"""The device that JAX computes on and how much of its memory may be used, or one line that says what is missing."""
+"""The devices that JAX computes on and how much of their memory may be used, or one line that says what is missing."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jacstore.base.budget import ACCELERATOR, Budget
+from jacstore.base.options import Devices, parse_devices
 from jacstore.errors import InvalidRequestError
 
 
@@ -58,3 +59,27 @@ def where_from(given: int | None, share: Fraction) -> tuple[str, str]:
     if on_accelerator() or given is not None:
         return "--device-memory", "--device-memory (device_memory=)"
     return f"the part device_pass ({share}) of --memory", "--memory (memory=)"
+
+
+def local_devices(asked: Devices = None) -> list[Any]:
+    """The devices of this process that are asked for: all, the first N, or those of some numbers.
+
+    Raises
+    ------
+    InvalidRequestError
+        If there is no such device.
+    """
+    device()
+    there = jax.local_devices()
+    parsed = parse_devices(asked, "--devices")
+    if parsed is None or isinstance(parsed, str):
+        return there
+    # A count that is too large names a device that is not there.
+    wanted = parsed if isinstance(parsed, tuple) else tuple(range(parsed))
+    if not wanted or len(set(wanted)) < len(wanted) or not all(0 <= n < len(there) for n in wanted):
+        given = ",".join(map(str, parsed)) if isinstance(parsed, tuple) else parsed
+        raise InvalidRequestError(
+            f"--devices {given}: allowed are all, a count from 1 to {len(there)}, or different numbers from 0 to "
+            f"{len(there) - 1} such as 0,2 (devices=)"
+        )
+    return [there[n] for n in wanted]

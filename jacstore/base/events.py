@@ -65,14 +65,7 @@ class Waiting:
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Noted:
-    """Something to tell the user once, with nothing to do about it; `text` is one line."""
-
-    text: str
-
-
-Event = Started | BatchDone | UnitDone | SlabDone | CheckpointDone | ItemDone | Waiting | Noted
+Event = Started | BatchDone | UnitDone | SlabDone | CheckpointDone | ItemDone | Waiting
 Listener = Callable[[Event], None]
 
 

@@ -1,6 +1,7 @@
 """Names and numbers that several parts of the package share: modes, precisions, caps, sizes of blocks."""
 
-PRECISIONS = ("float64", "float32", "fast")
+PRECISIONS = ("float64", "float32", "bf16x9", "bf16x6", "bf16x3", "tf32", "fast")
+BLAS_PRECISIONS = ("float64", "float32")
 # What a store holds its rows as, and how its chunks may be compressed.
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 CODECS = ("none", "lz4", "zstd")

@@ -1,14 +1,14 @@
 """Options of a build or a gram, each declared once: its default, what it allows and what --help says of it.
 
 A frozen dataclass that derives from `Options` has one field for each option, made by `host_memory`, `size`,
-`count`, `word`, `switch`, `pair`, `one_part` or `other`. Values are parsed and checked when it is made, so that whoever
-holds it holds valid ones; cli/flags.py makes a flag of every field.
+`count`, `word`, `switch`, `pair`, `one_part`, `devices` or `other`. Values are parsed and checked when it is made, so
+that whoever holds it holds valid ones; cli/flags.py makes a flag of every field.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ O = TypeVar("O", bound="Options")  # noqa: E741
 # Types of the keywords, as functions that take them declare them.
 Size = int | str | None
 Pair = tuple[int, int] | str | None
+Devices = str | int | Sequence[int] | None
 _DECLARED = "jacstore option"
 
 
@@ -109,6 +110,11 @@ def one_part(help: str) -> Any:
     return _field(None, Option(help=help, parse=lambda given, _: parse_part(given), metavar="I/N"))
 
 
+def devices(help: str) -> Any:
+    """Devices of a process: "all", the first N, or a tuple of their numbers; None, which means all, if not given."""
+    return _field(None, Option(help=help, parse=parse_devices, metavar="all|N|I,J"))
+
+
 def other(default: Any, parse: Callable[[Any, str], Any], help: str) -> Any:
     """A text that is parsed in a way of its own."""
     return _field(default, Option(help=help, parse=parse))
@@ -158,6 +164,23 @@ def parse_part(given: Pair) -> tuple[int, int]:
             f"--part {number}/{parts}: at most {MAX_ITEMS:,} parts are allowed; give a smaller N (part=)"
         )
     return number, parts
+
+
+def parse_devices(given: Any, flag: str) -> str | int | tuple[int, ...] | None:
+    """Which devices: whether they are there is known only to a process that has loaded JAX."""
+    if given is None or (isinstance(given, str) and given == "all"):
+        return given
+    try:
+        if isinstance(given, bool):
+            raise ValueError
+        if isinstance(given, str):
+            return tuple(int(n) for n in given.split(",")) if "," in given else int(given)
+        return tuple(operator.index(n) for n in given) if isinstance(given, Sequence) else operator.index(given)
+    except (TypeError, ValueError):
+        raise InvalidRequestError(
+            f"{flag} {given}: allowed are all, a count from 1, or different numbers from 0 such as 0,2 "
+            f"({keyword_of(flag)})"
+        ) from None
 
 
 def parse_count(given: int | None, flag: str) -> int | None:

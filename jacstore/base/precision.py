@@ -16,6 +16,11 @@ from jacstore.base.limits import SLAB_COLUMNS
 ROUNDOFF = {
     "float64": 2.0**-53,
     "float32": 2.0**-24,
+    # Two or three bfloat16 numbers stand for one of float32. The leading 3, 6 or 9 of their products are summed: those
+    # that are left out count as if both factors were rounded more coarsely.
+    "bf16x9": 2.0**-24,
+    "bf16x6": 2.0**-23,
+    "bf16x3": 2.0**-16,
     "tf32": 2.0**-11,
     "float16": 2.0**-11,
     "bfloat16": 2.0**-8,

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import click
 
 from jacstore.base import leaving
-from jacstore.base.events import BatchDone, Event, ItemDone, Noted, SlabDone, Started, UnitDone, Waiting
+from jacstore.base.events import BatchDone, Event, ItemDone, SlabDone, Started, UnitDone, Waiting
 from jacstore.errors import DamagedDataError, InvalidRequestError, JacstoreError, one_line, printable
 
 T = TypeVar("T")
@@ -82,8 +82,6 @@ class Lines:
             return
         if isinstance(event, Waiting):
             click.echo(event.reason, err=True)
-        elif isinstance(event, Noted):
-            click.echo(event.text, err=True)
         elif isinstance(event, Started):
             self.what, self.total, self.done = event.what, event.total, event.done
             if sys.stderr.isatty():

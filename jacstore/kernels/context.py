@@ -24,6 +24,8 @@ class Work:
     kernel: Kernel
     threads: int | None
     device_memory: int | None
+    # Devices as they were asked for: each process has its own.
+    devices: Any = None
     # The lock of the run; work for a run that has ended stops.
     fence: Fence | None = None
     # The lock itself, where the run is.
@@ -44,6 +46,7 @@ class Work:
             threads=self.threads,
             device_memory=self.device_memory,
             fence=self.fence,
+            devices=self.devices,
         ), ()
 
     def announce_end(self) -> None:
@@ -61,7 +64,7 @@ class Work:
             kept: Engine = self.kept["engine"]
             return kept
         kernel, stored = self.kernel, common_dtype(self.rows, self.cols)
-        made = make_engine(kernel.engine, kernel.precision, stored, self.device_memory, self.threads)
+        made = make_engine(kernel.engine, kernel.precision, stored, self.device_memory, self.threads, self.devices)
         # That of a device counts the memory that the accumulators of its item leave.
         return self.kept.setdefault("engine", made) if made.name == "blas" else made
 
@@ -97,10 +100,15 @@ def common_dtype(rows: JacobianStore, cols: JacobianStore | None) -> str:
 
 
 def make_engine(
-    name: str, precision: str, stored: str, device_memory: int | None, threads: int | None = None
+    name: str,
+    precision: str,
+    stored: str,
+    device_memory: int | None,
+    threads: int | None = None,
+    devices: Any = None,
 ) -> Engine:
     if name == "blas":
         return BlasEngine(precision, threads)
-    from jacstore.kernels.engines.xla import XlaEngine
+    from jacstore.kernels.engines.xla import xla_engine
 
-    return XlaEngine(precision, stored, device_memory)
+    return xla_engine(precision, stored, device_memory, devices)

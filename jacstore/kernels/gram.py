@@ -20,6 +20,7 @@ import numpy as np
 from jacstore.base import machine
 from jacstore.base.budget import Budget
 from jacstore.base.events import Listener, Started, silent
+from jacstore.base.limits import BLAS_PRECISIONS
 from jacstore.base.machine import format_size
 from jacstore.base.precision import entry_error
 from jacstore.errors import DamagedDataError, InvalidRequestError, LockedError
@@ -79,6 +80,7 @@ def gram(
     part: tuple[int, int] | str | None = None,
     scheduler: str = "threads",
     workers: int | None = None,
+    devices: str | int | Sequence[int] | None = None,
     overwrite: bool = False,
     listener: Listener = silent,
     stop: Callable[[], bool] | None = None,
@@ -101,10 +103,10 @@ def gram(
     dtype
         Type of the stored kernel, float64 or float32.
     precision
-        Type of the products: float64, float32, or fast (16-bit or TF32); sums are float64. Default float64 for float64
-        stores, else float32.
+        Type of the products: float64, float32; tf32; bf16x9, bf16x6 or bf16x3, for which a device splits float32 into
+        bfloat16 numbers; or fast (16-bit or TF32). Sums are float64. Default float64 for float64 stores, else float32.
     engine
-        blas, xla, or auto: xla where there is an accelerator or precision is fast, else blas.
+        blas, xla, or auto: xla where there is an accelerator or BLAS has no such precision, else blas.
     tile
         Edge of a kernel tile in examples (in mode full a tile has K times as many rows).
     by_leaf
@@ -120,6 +122,9 @@ def gram(
         threads (here), processes (a local cluster) or the address of a Dask scheduler.
     workers
         Processes to share the work.
+    devices
+        Which devices of a process multiply, where the engine is xla: "all", the first N, or their numbers such as
+        "0,2" or `[0, 2]`; slabs go round them. All if not given.
 
     Returns
     -------
@@ -175,6 +180,7 @@ class _Job:
         self._refuse_stores()
         self.precision = options.precision or default_precision(self.rows, self.cols)
         self.engine_name = self._choose_engine(options.engine)
+        self._refuse_devices()
         self.requested = {
             "store": self.rows.identity(),
             "other": None if self.cols is None else self.cols.identity(),
@@ -215,8 +221,22 @@ class _Job:
 
     def _choose_engine(self, asked: str) -> str:
         if asked == "auto":
-            return "xla" if self.precision == "fast" or _accelerator_is_likely() else "blas"
+            return "xla" if self.precision not in BLAS_PRECISIONS or _accelerator_is_likely() else "blas"
         return asked
+
+    def _refuse_devices(self) -> None:
+        """Refuse devices that are not there, and what they do not multiply, before anything is written."""
+        if self.engine_name == "blas":
+            if self.options.devices is not None:
+                raise InvalidRequestError(
+                    "--devices: BLAS uses no device of JAX; leave it out (devices=), or use --engine xla (engine=)"
+                )
+            return
+        from jacstore.base.devices import local_devices
+        from jacstore.kernels.engines.xla import refuse_unsupported
+
+        local_devices(self.options.devices)
+        refuse_unsupported(self.precision)
 
     @property
     def share(self) -> int:
@@ -266,7 +286,9 @@ class _Job:
     def _engine(self) -> Engine:
         """An engine to plan with and to time, with what an item's may keep on an accelerator."""
         stored = common_dtype(self.rows, self.cols)
-        return make_engine(self.engine_name, self.precision, stored, self._resident_bytes())
+        return make_engine(
+            self.engine_name, self.precision, stored, self._resident_bytes(), devices=self.options.devices
+        )
 
     def _memory_held(self) -> dict[str, int]:
         """Bytes that stores in RAM hold and a kernel in RAM will take."""
@@ -398,6 +420,7 @@ class _Job:
                 device_memory=self._resident_bytes(),
                 fence=lock.fence if lock else None,
                 lock=lock,
+                devices=self.options.devices,
             )
             done, finished = items_done(work), finished_groups(kernel)
             todo = [n for n in mine if n not in done and items[n].group not in finished]

@@ -109,7 +109,7 @@ class ItemRun:
                 self._pause(index, n_work, totals)
                 self.times["seconds_read"] += waited
                 started = time.perf_counter()
-                operands = [self.engine.load(buffer) for buffer in buffers]
+                operands = [self.engine.load(buffer, index) for buffer in buffers]
                 for leaf, c, d in self.leaves:
                     if max(a, c) >= min(b, d):
                         continue
@@ -156,14 +156,15 @@ class ItemRun:
         for n in step.expanded:
             started = time.perf_counter()
             factors = [source for _, source in sources]
-            for slabs in expanded_slabs(
+            stream = expanded_slabs(
                 leaves[n],
                 factors,
                 self.plan.slab_columns,
                 patches_kept=self.plan.patches_kept,
                 threads=self.work.threads,
-            ):
-                operands = [self.engine.load(self._as_slab(slab)) for slab in slabs]
+            )
+            for turn, slabs in enumerate(stream):
+                operands = [self.engine.load(self._as_slab(slab), turn) for slab in slabs]
                 self._add(totals, operands, slice(0, operands[0].shape[-1]))
             self.times["seconds_compute"] += time.perf_counter() - started
             if self.kernel.leaves:

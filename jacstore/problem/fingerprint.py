@@ -6,7 +6,7 @@ The text of a jaxpr names the arrays that it closes over but does not hold their
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -16,9 +16,10 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from jacstore.base.precision import ROUNDOFF
+from jacstore.problem import program
 from jacstore.problem.outputs import Flat
 from jacstore.problem.parameters import Parameters
-from jacstore.problem.program import program_text, text_and_primitives, text_of_jax
+from jacstore.problem.program import certain_text, program_text, text_of_jax
 from jacstore.problem.pytrees import dtype_of, native, paths_and_leaves
 from jacstore.problem.user_errors import kind_of, naming
 
@@ -27,25 +28,38 @@ VERSION = "program-2:"
 
 
 def requested(
-    *, params: Any, jaxpr: ClosedJaxpr, outputs: str | Sequence[int], selection: list[str], first: Any, n_examples: int
+    *,
+    params: Any,
+    function: Mapping[str, str],
+    outputs: str | Sequence[int],
+    selection: list[str],
+    first: Any,
+    n_examples: int,
 ) -> dict[str, Any]:
     """The fields that decide the result.
 
     Parameters
     ----------
-    jaxpr
-        The function and its derivative, from `derivative`.
+    function
+        `hash_function` of the function and its derivative.
     first
         Example 0 as it was read, `(1, ...)`: shapes and types of the inputs, before any cast.
     """
     return {
         "parameters": hash_parameters(params),
-        "function": VERSION + hashlib.sha256(program_text(jaxpr).encode()).hexdigest(),
-        "constants": hash_constants(jaxpr),
+        **function,
         "outputs": outputs if isinstance(outputs, str) else list(outputs),
         "selection": selection,
         "inputs": [[path, list(leaf.shape[1:]), str(leaf.dtype)] for path, leaf in paths_and_leaves(first)],
         "examples": n_examples,
+    }
+
+
+def hash_function(jaxpr: ClosedJaxpr) -> dict[str, str]:
+    """The fields `function` and `constants` of a function and its derivative, from `derivative`."""
+    return {
+        "function": VERSION + hashlib.sha256(program_text(jaxpr).encode()).hexdigest(),
+        "constants": hash_constants(jaxpr),
     }
 
 
@@ -60,11 +74,19 @@ def hash_text_of_jax(jaxpr: ClosedJaxpr) -> str:
 
 
 def same_program(a: ClosedJaxpr, b: ClosedJaxpr) -> bool:
-    """Whether two traces certainly compute the same; callbacks count as different, since a jaxpr does not show them."""
-    text, names = text_and_primitives(a)
-    if any("callback" in name for name in names):
-        return False
-    return text == program_text(b) and hash_constants(a) == hash_constants(b)
+    """Whether two traces certainly compute the same; what a callback computes cannot be read from a jaxpr."""
+    text = certain_text(a)
+    return text is not None and text == program_text(b) and hash_constants(a) == hash_constants(b)
+
+
+def exact_hash(jaxpr: ClosedJaxpr) -> str | None:
+    """Hash of all that a program computes; None where it cannot be read from it, or closes over large arrays.
+
+    Programs of equal hashes compute the same of the same arguments.
+    """
+    closed_over = sum(int(getattr(value, "nbytes", 0)) for value in jaxpr.consts)
+    text = None if closed_over > program.KEPT_CONSTANTS else certain_text(jaxpr)
+    return None if text is None else hashlib.sha256(f"{hash_constants(jaxpr)}\n{text}".encode()).hexdigest()
 
 
 def lowest_precision(jaxpr: ClosedJaxpr) -> str:
@@ -127,6 +149,19 @@ def derivative(flat: Flat, parameters: Parameters, example: Any) -> ClosedJaxpr:
             return trace(floating)
     with naming("apply cannot be differentiated:", "change apply=, or leave the leaf out by select="):
         return trace(selected)
+
+
+def backward(flat: Flat, selected: list[Any], rest: list[Any], example: Any, outputs: Any) -> ClosedJaxpr:
+    """Outputs of one example and gradients of the selected leaves, for a cotangent of the shape and type of `outputs`.
+
+    Its arguments are those of the function and the cotangent.
+    """
+
+    def values_and_gradients(selected: Any, rest: Any, example: Any, cotangent: Any) -> Any:
+        values, pullback = jax.vjp(lambda leaves: flat(leaves, rest, example), selected)
+        return values, pullback(cotangent)[0]
+
+    return jax.make_jaxpr(values_and_gradients)(selected, rest, example, np.zeros(outputs.shape, outputs.dtype))
 
 
 def hash_parameters(params: Any) -> str:

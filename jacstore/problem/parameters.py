@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jacstore.errors import InvalidRequestError
@@ -67,6 +68,11 @@ class Parameters:
     fixed: list[Any]
     leaves: tuple[SelectedLeaf, ...]
     left_out: tuple[tuple[str, str], ...]
+
+    @property
+    def all_selected(self) -> bool:
+        """Whether every floating leaf is selected."""
+        return not any(jnp.issubdtype(leaf.dtype, np.floating) for leaf in self.rest)
 
     def join(self, selected: list[Any], rest: list[Any]) -> Any:
         """The pytree that `apply` expects."""

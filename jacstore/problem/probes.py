@@ -15,7 +15,7 @@ from jacstore.errors import InvalidFunctionError, JacstoreError
 from jacstore.problem.fingerprint import same_program
 from jacstore.problem.outputs import Flat, calling, first_of_batch, flatten_outputs
 from jacstore.problem.parameters import Parameters
-from jacstore.problem.program import traced_anew
+from jacstore.problem.program import Recent, traced_anew
 from jacstore.problem.twofold import compiled_quickly, of_two, twice
 
 # Draws of moved numbers, and how many times as far as these move a gradient rounding may have moved it.
@@ -29,7 +29,8 @@ def probe(
     parameters: Parameters,
     example: Any,
     batched_apply: Callable[[Any, Any], Any] | None,
-    two_at_once: bool = False,
+    two_at_once: bool,
+    made: Recent,
 ) -> np.ndarray:
     """Check on example 0 that outputs are finite, repeatable and of one example alone; return them `(K,)`.
 
@@ -39,6 +40,8 @@ def probe(
         The user's function where it takes a batch, None where it sees one example and cannot couple any.
     two_at_once
         Whether each call is of two copies of the example, which compiles faster.
+    made
+        What was compiled for an equal function before, or is now.
 
     Raises
     ------
@@ -49,7 +52,7 @@ def probe(
     # A non-finite example is the build's to report; with its holes filled the other two probes still mean something.
     example = jax.tree_util.tree_map(_filled, example)
     with calling(example):
-        once, again = _two_calls(flat, parameters, example, two_at_once)
+        once, again = _two_calls(flat, parameters, example, two_at_once, made)
     if finite and not _finite(once):
         k = int(np.argmin(np.isfinite(once.astype(np.float64))))
         named = zip(parameters.leaves, parameters.selected, strict=True)
@@ -64,16 +67,18 @@ def probe(
             "switch it off (eval mode) or close over a fixed random key in apply="
         )
     if batched_apply is not None:
-        _probe_batch(batched_apply, parameters, example, once)
+        _probe_batch(batched_apply, parameters, example, once, made)
     return once
 
 
-def outputs_of(flat: Flat, parameters: Parameters, example: Any) -> np.ndarray | None:
+def outputs_of(flat: Flat, parameters: Parameters, example: Any, made: Recent) -> np.ndarray | None:
     """Outputs `(K,)` of one example, holes filled as for the probe; None where JAX still mixes types that it kept."""
     example = jax.tree_util.tree_map(_filled, example)
+    given = parameters.selected, parameters.rest, example
     with calling(example):
         try:
-            return np.asarray(_or_forgotten(lambda: jax.jit(flat)(parameters.selected, parameters.rest, example)))
+            program = made.made("as given", lambda: _or_forgotten(lambda: jax.jit(flat).lower(*given).compile()))
+            return np.asarray(program(*given))
         except (TypeError, ValueError) as error:
             if not _mixes_types(error):
                 raise
@@ -102,17 +107,23 @@ def probe_upcast(as_given: np.ndarray | None, in_float64: np.ndarray) -> None:
         )
 
 
-def _two_calls(flat: Flat, parameters: Parameters, example: Any, two_at_once: bool) -> tuple[np.ndarray, np.ndarray]:
+def _two_calls(
+    flat: Flat, parameters: Parameters, example: Any, two_at_once: bool, made: Recent
+) -> tuple[np.ndarray, np.ndarray]:
     """Outputs of two calls, each traced anew; a program that comes out the same both times is compiled once."""
     if two_at_once:
         # If it cannot be computed for two examples, the build reports it.
         with suppress(Exception):
-            once, again = _called_twice(of_two(flat), (parameters.selected, parameters.rest, twice(example)))
+            once, again = _called_twice(of_two(flat), (parameters.selected, parameters.rest, twice(example)), made)
             return once[0], again[0]
-    return _called_twice(flat, (parameters.selected, parameters.rest, example))
+    return _called_twice(flat, (parameters.selected, parameters.rest, example), made)
 
 
-def _called_twice(function: Flat, arguments: tuple[Any, ...]) -> tuple[np.ndarray, np.ndarray]:
+def _called_twice(function: Flat, arguments: tuple[Any, ...], made: Recent) -> tuple[np.ndarray, np.ndarray]:
+    key = "outputs", tuple(np.shape(leaf) for leaf in jax.tree_util.tree_leaves(arguments[2]))
+    kept = made.get(key)
+    if kept is not None:
+        return np.asarray(kept(*arguments)), np.asarray(kept(*arguments))
     first, lowered = _or_forgotten(lambda: _traced_and_lowered(function, arguments))
     program = compiled_quickly(lowered)
     once = np.asarray(program(*arguments))
@@ -121,6 +132,8 @@ def _called_twice(function: Flat, arguments: tuple[Any, ...]) -> tuple[np.ndarra
         second = _traced_anew(function, arguments)
     if not same_program(first.jaxpr, second.jaxpr):
         program = compiled_quickly(second.lower())
+    else:
+        made.keep(key, program)
     return once, np.asarray(program(*arguments))
 
 
@@ -157,15 +170,18 @@ def _traced_anew(flat: Flat, arguments: tuple[Any, ...]) -> Any:
     return jax.jit(anew).trace(*arguments)
 
 
-def _probe_batch(apply: Callable[[Any, Any], Any], parameters: Parameters, example: Any, alone: np.ndarray) -> None:
+def _probe_batch(
+    apply: Callable[[Any, Any], Any], parameters: Parameters, example: Any, alone: np.ndarray, made: Recent
+) -> None:
     """Compare example 0 alone with example 0 beside another one; beside itself would hide BatchNorm."""
     batch = jax.tree_util.tree_map(lambda leaf: np.stack([leaf, perturbed(np.asarray(leaf))]), example)
 
     def flat(selected: list[Any], rest: list[Any], batch: Any) -> jax.Array:
         return flatten_outputs(first_of_batch(apply(parameters.join(selected, rest), batch), 2))
 
+    given = parameters.selected, parameters.rest, batch
     with calling(example):
-        beside = np.asarray(jax.jit(flat)(parameters.selected, parameters.rest, batch))
+        beside = np.asarray(made.made("batch", lambda: jax.jit(flat).lower(*given).compile())(*given))
     if not (alone.shape == beside.shape and _close(alone, beside)):
         raise InvalidFunctionError(
             "outputs depend on the other examples of the batch (BatchNorm in training mode?); they have to depend on "

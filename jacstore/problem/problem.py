@@ -8,7 +8,7 @@ and hashes everything that decides the result.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,13 +16,31 @@ from typing import Any
 import jax
 import numpy as np
 
+from jacstore.base.devices import device
 from jacstore.errors import InvalidRequestError
-from jacstore.problem.fingerprint import by_text_of_jax, derivative, hash_text_of_jax, lowest_precision, requested
+from jacstore.problem.fingerprint import (
+    backward,
+    by_text_of_jax,
+    derivative,
+    exact_hash,
+    hash_function,
+    hash_text_of_jax,
+    lowest_precision,
+    requested,
+)
 from jacstore.problem.inputs import Arrays, Dataset, is_dataset
 from jacstore.problem.outputs import checked_outputs, chosen, count_chosen, flat_function, traced_outputs
-from jacstore.problem.parameters import SelectedLeaf, check_select, split_parameters
+from jacstore.problem.parameters import Parameters, SelectedLeaf, check_select, split_parameters
 from jacstore.problem.probes import outputs_of, probe, probe_upcast
-from jacstore.problem.program import primitives, traced_anew
+from jacstore.problem.program import (
+    KeptProgram,
+    Recent,
+    kept_outputs,
+    kept_programs,
+    primitives,
+    setting_of_jax,
+    traced_anew,
+)
 from jacstore.problem.pytrees import computed
 from jacstore.problem.twofold import gains
 from jacstore.problem.user_errors import kind_of
@@ -130,6 +148,8 @@ class Prepared:
         Fields that decide the result, for the fingerprint; JSON-able.
     trace
         Traces the function and its derivative, whose hash is in `requested`.
+    backward
+        The backward program of one example, traced once, and what this process has made of it.
     """
 
     n_examples: int
@@ -146,6 +166,7 @@ class Prepared:
     lowest: str
     requested: dict[str, Any]
     trace: Callable[[], Any] = field(repr=False)
+    backward: Callable[[], KeptProgram] = field(repr=False)
 
     def requested_like(self, found: Mapping[str, Any]) -> dict[str, Any]:
         """`requested` in the words of what a store holds, which an earlier version may have written."""
@@ -196,12 +217,6 @@ def prepare(problem: Problem, *, float64: bool = False) -> Prepared:
         first = problem.read(0, 1)
         example = jax.tree_util.tree_map(lambda leaf: computed(leaf, float64)[0], first)
         all_outputs = flat_function(problem.apply, problem.batched, parameters)
-        traced, outputs = traced_outputs(all_outputs, parameters, example)
-        n_outputs = count_chosen(int(outputs.size), problem.outputs)
-        two_at_once = gains(primitives(traced))
-        found = probe(all_outputs, parameters, example, problem.apply if problem.batched else None, two_at_once)
-        if float64 and not wide_already:
-            probe_upcast(_as_given(problem, first), found)
 
         def function(selected: list[Any], rest: list[Any], example: Any) -> jax.Array:
             return chosen(all_outputs(selected, rest, example), problem.outputs)
@@ -210,10 +225,44 @@ def prepare(problem: Problem, *, float64: bool = False) -> Prepared:
             with precision_context(float64):
                 return derivative(all_outputs, parameters, example)
 
-        jaxpr = trace()
+        shapes = _shapes(problem, parameters, example, float64)
+        kept = _equal(shapes, function, parameters, example)
+        if kept is None:
+            kept = KeptProgram()
+            traced, outputs = traced_outputs(all_outputs, parameters, example)
+            count = count_chosen(int(outputs.size), problem.outputs)
+            two_at_once = gains(primitives(traced))
+        else:
+            count, outputs, two_at_once = kept.facts.n_outputs, kept.facts.outputs, kept.facts.two_at_once
+        batched_apply = problem.apply if problem.batched else None
+        found = probe(all_outputs, parameters, example, batched_apply, two_at_once, kept.made)
+        if float64 and not wide_already:
+            probe_upcast(_as_given(problem, first, kept.made), found)
+        if kept.facts is None or not parameters.all_selected:
+            # Another derivative of leaves that are not selected is another function, of the same backward program.
+            jaxpr = trace()
+            facts = _Facts(
+                n_outputs=count,
+                outputs=outputs,
+                two_at_once=two_at_once,
+                lowest=lowest_precision(jaxpr),
+                function=hash_function(jaxpr),
+            )
+            kept.facts = kept.facts or facts
+        else:
+            facts = kept.facts
+
+        def traced_backward() -> KeptProgram:
+            if kept.jaxpr is None:
+                with precision_context(float64):
+                    chosen_outputs = jax.ShapeDtypeStruct((count,), outputs.dtype)
+                    kept.jaxpr = backward(function, parameters.selected, parameters.rest, example, chosen_outputs)
+                _keep(shapes, kept)
+            return kept
+
         return Prepared(
             n_examples=problem.n_examples,
-            n_outputs=n_outputs,
+            n_outputs=count,
             outputs_dtype=outputs.dtype,
             two_at_once=two_at_once,
             leaves=parameters.leaves,
@@ -223,11 +272,12 @@ def prepare(problem: Problem, *, float64: bool = False) -> Prepared:
             function=function,
             read=read,
             input_bytes=problem.bytes_held(),
-            lowest=lowest_precision(jaxpr),
+            lowest=facts.lowest,
             trace=trace,
+            backward=traced_backward,
             requested=requested(
                 params=problem.params,
-                jaxpr=jaxpr,
+                function=facts.function,
                 outputs=problem.outputs,
                 selection=[leaf.path for leaf in parameters.leaves],
                 first=first,
@@ -236,9 +286,68 @@ def prepare(problem: Problem, *, float64: bool = False) -> Prepared:
         )
 
 
-def _as_given(problem: Problem, first: Any) -> np.ndarray | None:
+@dataclass(frozen=True, kw_only=True)
+class _Facts:
+    """What is known of a function from its program: no parameter and no example decides it."""
+
+    n_outputs: int
+    outputs: Any
+    two_at_once: bool
+    lowest: str
+    function: Mapping[str, str]
+
+
+def _shapes(problem: Problem, parameters: Parameters, example: Any, float64: bool) -> Any:
+    """All that has to be equal, the program apart, where what was compiled before is used again."""
+
+    def described(leaf: Any) -> Any:
+        return jax.typeof(leaf), getattr(leaf, "sharding", None), getattr(leaf, "committed", None)
+
+    leaves, tree = jax.tree_util.tree_flatten(example)
+    groups = (parameters.selected, parameters.rest, leaves)
+    return (
+        setting_of_jax(),
+        device(),
+        (float64, problem.batched, problem.outputs, tree, parameters.roles),
+        tuple(tuple(described(leaf) for leaf in group) for group in groups),
+    )
+
+
+def _equal(shapes: Any, function: Any, parameters: Parameters, example: Any) -> KeptProgram | None:
+    """What was made of an equal program; the function is traced to know, and a jit inside it as well.
+
+    Neither its name nor the object tells: it may close over what has changed since.
+    """
+    # Whatever is wrong with the function is said where it is traced and probed for the first time.
+    with suppress(Exception):
+        outputs = kept_outputs.get(shapes)
+        if outputs is not None:
+            with traced_anew():
+                jaxpr = backward(function, parameters.selected, parameters.rest, example, outputs)
+            digest = exact_hash(jaxpr)
+            found: KeptProgram | None = kept_programs.get((shapes, digest))
+            if found is not None and found.jaxpr is not None:
+                # An array that it closes over may have been written to since it was kept.
+                if digest == exact_hash(found.jaxpr):
+                    return found
+                kept_programs.drop((shapes, digest))
+    return None
+
+
+def _keep(shapes: Any, kept: KeptProgram) -> None:
+    """Keep what is made of a program for the next build of an equal one."""
+    assert kept.jaxpr is not None
+    outputs, digest = kept.jaxpr.out_avals[0], exact_hash(kept.jaxpr)
+    # What describes shapes may hold objects of the user's that cannot be compared.
+    with suppress(Exception):
+        if digest is not None:
+            kept_outputs.keep(shapes, jax.ShapeDtypeStruct(outputs.shape, outputs.dtype))
+            kept_programs.keep((shapes, digest), kept)
+
+
+def _as_given(problem: Problem, first: Any, made: Recent) -> np.ndarray | None:
     """Outputs `(K,)` of the first example in the parameters' own precision."""
     with jax.enable_x64(False), precision_context(False):
         parameters = split_parameters(problem.params, problem.select, False)
         example = jax.tree_util.tree_map(lambda leaf: computed(leaf, False)[0], first)
-        return outputs_of(flat_function(problem.apply, problem.batched, parameters), parameters, example)
+        return outputs_of(flat_function(problem.apply, problem.batched, parameters), parameters, example, made)

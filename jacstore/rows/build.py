@@ -11,7 +11,7 @@ import math
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ import numpy as np
 
 from jacstore.base import machine
 from jacstore.base.budget import BUILD, WITHOUT_STORE, Budget
-from jacstore.base.devices import device, device_memory, on_accelerator
+from jacstore.base.devices import device, device_memory, local_devices, on_accelerator
 from jacstore.base.events import BatchDone, Listener, Started, silent
 from jacstore.base.machine import format_size
 from jacstore.base.precision import NORM_RUN, compute_dtype
@@ -64,6 +64,7 @@ def build(
     codec: str = "auto",
     examples: tuple[int, int] | str | None = None,
     part: tuple[int, int] | str | None = None,
+    devices: str | int | Sequence[int] | None = None,
     allow_nonfinite: bool = False,
     overwrite: bool = False,
     listener: Listener = silent,
@@ -93,6 +94,9 @@ def build(
         Range `(A, B)` or "A:B" of the inputs that the store is about.
     part
         `(I, N)` or "I/N": only the I-th of N parts of the units, counted from 1.
+    devices
+        Which devices of this process compute: "all", the first N, or their numbers such as "0,2" or `[0, 2]`; batches
+        go round them. All if not given, or those on which parameters were placed.
     allow_nonfinite
         Store rows with NaN or infinity instead of stopping.
     overwrite
@@ -152,6 +156,7 @@ def build(
         seconds_compile=job.seconds_compile,
         **times,
         batch_size=job.device_pass.batch_size if job.device_pass else None,
+        batches_by_device=job.device_pass.batches if job.device_pass else [],
     )
     return store
 
@@ -174,7 +179,7 @@ class _Job:
         self.options, self.memory = options, options.memory
         self.out = "memory://" if out is None else str(out)
         refuse_address(self.out)
-        device()
+        self.devices = local_devices(options.devices)
         self.prepared, self.shift = _restrict(prepare(problem, float64=options.float64), options)
         self._take(cut_before_products(self.prepared, options.layout, options.float64))
         self.requested = {
@@ -219,7 +224,7 @@ class _Job:
         """A store that is there: the request is said in its words, and leaves that it has as rows stay rows."""
         rows = {leaf.path for leaf in store.leaves if leaf.dense}
         if any(not leaf.dense and leaf.path in rows for leaf in self.leaves):
-            self._take(cut_with_rows(self.cut, rows, self.prepared.n_outputs, self.options.layout))
+            self._take(cut_with_rows(self.prepared, self.cut, rows, self.options.layout))
         self.requested |= {"function": self.prepared.requested_like(store.requested)["function"]}
         return store
 
@@ -274,6 +279,7 @@ class _Job:
                 output_batch=self.options.output_batch,
                 landing=budget["device_pass"] // LANDED,
                 device_memory=self.options.device_memory,
+                devices=self.devices,
             )
             self.seconds_compile = self.device_pass.seconds_compile
         return self.device_pass
@@ -385,7 +391,7 @@ class _Job:
         accelerator = None
         if on_accelerator():
             accelerator = device_memory(self.options.device_memory, Budget(self.memory))
-        found = plan_overlap(self.memory, needs, accelerator)
+        found = plan_overlap(self.memory, needs, accelerator, len(passes.batches))
         if found is None:
             raise InvalidRequestError(
                 f"--memory {self.memory:,}: one unit of {unit_size} example(s) takes {format_size(unit)} "

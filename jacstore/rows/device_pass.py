@@ -7,7 +7,7 @@ too large. A second `vmap` runs over examples, so that nothing couples them, and
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -69,6 +69,8 @@ class DevicePass:
     ----------
     batch_size, output_batch
         Examples per batch, outputs per slice.
+    devices
+        What batches go round; empty where parameters stay on the devices on which the user placed them.
     bytes_needed
         Argument, temporary and output bytes of the compiled program.
     landed_bytes
@@ -89,14 +91,19 @@ class DevicePass:
         output_batch: int | None = None,
         landing: int | None = None,
         device_memory: int | None = None,
+        devices: Sequence[Any] = (),
     ) -> None:
         self._landing = landing if on_accelerator() else None
         self.prepared, self.cut = prepared, cut
+        placed = any(getattr(leaf, "committed", False) for leaf in (*prepared.selected, *prepared.rest))
+        self.devices = () if placed or list(devices) == [device()] else tuple(devices)
+        self.batches = [0] * max(1, len(self.devices))
         self.stored_dtype = jnp.dtype(stored_dtype)
         self.float64 = stored_dtype == "float64"
         self.output_batch = min(output_batch or self._slice_that_fits(budget), prepared.n_outputs)
         self.batch_size = min(batch_size or self._batch_that_fits(budget), unit_size)
         started = time.perf_counter()
+        self._parameters = self._on_device()
         self._compile()
         while self.bytes_needed > budget:
             if batch_size is not None or self.batch_size == 1:
@@ -133,22 +140,33 @@ class DevicePass:
         fits = (most if self._landing is None else min(most, self._landing)) // rows
         return max(1, min(fits, LARGEST_BATCH, self.prepared.n_examples))
 
-    def _compile(self) -> None:
+    def _on_device(self) -> Any:
+        """Parameters go to each device once, not with every batch."""
+        parameters = (self.prepared.selected, self.prepared.rest)
         with precision_context(self.float64):
-            arguments = (self.prepared.selected, self.prepared.rest, self._padded(self.prepared.read(0, 1)), 0)
-            # Parameters go to the device once, not with every batch.
-            self._parameters = jax.device_put(arguments[:2])
-            # The user's function was traced with the cut, under the user's own flags.
-            with own_code():
-                lowered = jax.jit(self._batch).lower(*self._parameters, *arguments[2:])
-                self._program = lowered.compile()
-                # Norms of factors are a program of their own: in one program, XLA computed a deep network's
-                # cotangents anew for each of them, which took most of the time to compile it.
-                factors = lowered.out_info[2]
-                self._finish = jax.jit(self._finished).lower(factors).compile() if factors else None
-        programs = [(self._program, True)] + ([(self._finish, False)] if self._finish else [])
-        self.bytes_needed = sum(_bytes_of(program, given) for program, given in programs)
-        self.landed_bytes = sum(_output_bytes(program) for program, _ in programs) if on_accelerator() else 0
+            return [jax.device_put(parameters, place) for place in self.devices or (None,)]
+
+    def _compile(self) -> None:
+        key = (self.stored_dtype.name, self.batch_size, self.output_batch, self.devices)
+        self._programs = self.cut.programs.made(key, lambda: [self._compiled(given) for given in self._parameters])
+        program, finish = self._programs[0]
+        programs = [(program, True)] + ([(finish, False)] if finish else [])
+        self.bytes_needed = sum(_bytes_of(each, given) for each, given in programs)
+        self.landed_bytes = sum(_output_bytes(each) for each, _ in programs) if on_accelerator() else 0
+
+    def _compiled(self, parameters: Any) -> tuple[Any, Any]:
+        """The programs of a batch, which depend on the cut alone: parameters and examples are arguments."""
+        # The user's function was traced with the cut, under the user's own flags.
+        with precision_context(self.float64), own_code():
+            lowered = jax.jit(self._batch).lower(*parameters, self._padded(self.prepared.read(0, 1)), 0)
+            program = lowered.compile()
+            # Norms of factors are a program of their own: in one program, XLA computed a deep network's
+            # cotangents anew for each of them, which took most of the time to compile it.
+            factors = lowered.out_info[2]
+            if not factors:
+                return program, None
+            factors = jax.tree_util.tree_map(_placed, factors, program.output_shardings[2])
+            return program, jax.jit(self._finished).lower(factors).compile()
 
     def _batch(self, selected: list[Any], rest: list[Any], examples: Any, first: Any) -> tuple[Any, Any, Any, Any]:
         """Outputs, rows in the stored type, factors as they are computed, partial norms of the rows."""
@@ -197,10 +215,14 @@ class DevicePass:
         The first `made` slices are left out.
         """
         padded = self._padded(examples)
+        # Batches go round the devices: which one computes a batch depends on nothing but how many came before.
+        turn = sum(self.batches) % len(self.batches)
+        self.batches[turn] += 1
+        (program, finish), parameters = self._programs[turn], self._parameters[turn]
         for first in range(made * self.output_batch, self.prepared.n_outputs, self.output_batch):
             with precision_context(self.float64):
-                outputs, rows, factors, squares = self._program(*self._parameters, padded, first)
-                rounded, of_factors = self._finish(factors) if self._finish else ({}, [])
+                outputs, rows, factors, squares = program(*parameters, padded, first)
+                rounded, of_factors = finish(factors) if finish else ({}, [])
                 yield first, (outputs, rows, {**factors, **rounded}, squares, of_factors)
 
     def fetch(self, first: int, values: Any, count: int) -> BatchRows:
@@ -223,6 +245,11 @@ class DevicePass:
             norms=np.stack(norms, -1),
             outputs=np.asarray(outputs)[:count],
         )
+
+
+def _placed(shape: Any, sharding: Any) -> Any:
+    """Shape and type of an array, and where it is."""
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
 
 def _norms_of(leaf: Leaf, factors: dict[str, Any]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jacstore.base.limits import CODECS, DTYPES
-from jacstore.base.options import Options, count, host_memory, one_part, pair, size, switch, word
+from jacstore.base.options import Options, count, devices, host_memory, one_part, pair, size, switch, word
 from jacstore.errors import InvalidRequestError
 
 LAYOUTS = ("auto", "dense", "factored")
@@ -25,6 +25,7 @@ class BuildOptions(Options):
     codec: str = word("auto", ("auto", *CODECS), "Compression. auto measures which pays.")
     examples: tuple[int, int] | None = pair("A:B", "Only these examples; they define the N of the store.")
     part: tuple[int, int] = one_part("Only part I of N, counted from 1; parts may run anywhere, in any order.")
+    devices: str | int | tuple[int, ...] | None = devices("Devices that compute batches in turn. [default: all]")
     allow_nonfinite: bool = switch("Store rows that hold NaN or infinity instead of stopping.")
     overwrite: bool = switch("Delete what is there and start over.")
 

@@ -13,7 +13,7 @@ from jacstore.base.budget import Budget
 
 # Batches of inputs that wait for the device, beside one that is computed and one that is read.
 READ_AHEAD = 2
-# Device passes begun before the first of them is waited for: more than one keeps a second core busy.
+# Device passes begun on each device before the first of them is waited for: more than one keeps a second core busy.
 IN_FLIGHT = 4
 # Batches of rows that an accelerator has brought to the host: one is taken in while the next arrives.
 LANDED = 2
@@ -64,13 +64,15 @@ class Overlap:
         return self.parts.parts.get("store_in_ram", 0)
 
 
-def plan_overlap(memory: int, needs: Needs, device_memory: int | None = None) -> Overlap | None:
+def plan_overlap(memory: int, needs: Needs, device_memory: int | None = None, devices: int = 1) -> Overlap | None:
     """The most overlap that fits, or None if nothing does.
 
     Parameters
     ----------
     device_memory
-        Bytes of the accelerator; None on a CPU, where passes take the host's memory.
+        Bytes of each accelerator; None on a CPU, where passes take the host's memory.
+    devices
+        How many devices batches go round.
     """
     # A store in RAM stays there if anything fits beside it. Else it gets what the rest leaves, and moves to a folder.
     for store in sorted({needs.store, needs.held}, reverse=True):
@@ -84,7 +86,9 @@ def plan_overlap(memory: int, needs: Needs, device_memory: int | None = None) ->
                 "device_pass": 0 if device_memory is None else LANDED * needs.landed,
             }
             room = Budget(memory).beside(**parts, store_in_ram=store)
-            depth = min(IN_FLIGHT, (room if device_memory is None else device_memory) // max(1, needs.one_pass))
+            each = max(1, needs.one_pass)
+            fits = room // each if device_memory is None else devices * (device_memory // each)
+            depth = min(devices * IN_FLIGHT, fits)
             if room >= 0 and depth >= units:
                 if device_memory is None:
                     parts["device_pass"] = depth * needs.one_pass

@@ -73,6 +73,8 @@ class BuildReport(Reported):
     seconds_write: float
     codec: str
     batch_size: int | None
+    # Batches that each device computed.
+    batches_by_device: list[int]
 
     @classmethod
     def of(cls: type[R], writer: StoreWriter, started: float, **more: Any) -> R:

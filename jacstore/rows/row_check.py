@@ -78,9 +78,35 @@ class RowCheck:
         self._two_at_once = prepared.two_at_once
         self._draw = np.random.default_rng()
         self._seconds: float | None = None
+        self._program = self._begun()
+
+    def _begun(self) -> Future[Callable[..., Any]]:
+        """The plain pass: that of an equal function if there was one, else it is compiled by a thread."""
+        made, key = self._prepared.backward().made, self._key("quick", self._float64)
+        kept = made.get(key)
+        if kept is not None:
+            known: Future[Callable[..., Any]] = Future()
+            program, self._two_at_once = kept
+            known.set_result(program)
+            return known
+        lowered, two_at_once = self._lowered(self._float64), self._two_at_once
         pool = ThreadPoolExecutor(1, "jacstore-check")
-        self._program: Future[Callable[..., Any]] = pool.submit(compiled_quickly, self._lowered(self._float64))
+        begun = pool.submit(lambda: made.keep(key, (compiled_quickly(lowered), two_at_once))[0])
         pool.shutdown(wait=False)
+        return begun
+
+    def _as_usual(self, float64: bool) -> Callable[..., Any]:
+        """The plain pass, compiled as all programs are."""
+        made, key = self._prepared.backward().made, self._key("usual", float64)
+        kept = made.get(key)
+        if kept is None or kept[1] != self._two_at_once:
+            lowered = self._lowered(float64)
+            kept = made.keep(key, (lowered.compile(), self._two_at_once))
+        program: Callable[..., Any] = kept[0]
+        return program
+
+    def _key(self, how: str, float64: bool) -> Any:
+        return "check", how, float64, tuple(self._checked)
 
     def choose(self, start: int, stop: int, seconds: float) -> list[int]:
         """Examples of a unit to check, where the last unit took `seconds`."""
@@ -108,8 +134,7 @@ class RowCheck:
             if off > self._tolerance:
                 # A function that fails when it is traced again, or in float64, leaves the first look as it is.
                 with suppress(Exception):
-                    again = self._lowered(float64).compile()
-                    truth = self._gradients(again, example, cotangent, float64)
+                    truth = self._gradients(self._as_usual(float64), example, cotangent, float64)
                     leaf, off = self._worst(truth, at, cotangent, blocks)
         if off > self._tolerance:
             with suppress(Exception):
@@ -130,7 +155,7 @@ class RowCheck:
         A gradient that cancels, or that stands at a kink, moves by its own size: it says nothing about the stored row.
         One that does not is hardly moved.
         """
-        program = self._lowered(self._float64).compile()
+        program = self._as_usual(self._float64)
         still = self._gradients(program, example, cotangent, self._float64)
         moved = np.zeros(len(still))
         for _ in range(SHAKES):

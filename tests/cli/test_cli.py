@@ -47,10 +47,11 @@ SHARED = {"--json", "--debug", "--quiet"}
 STARTING = SHARED | {"--overwrite", "--dry-run", "--out", "--memory", "--device-memory", "--dtype", "--part"}
 FLAGS = {
     "build": STARTING
-    | {"--layout", "--batch-size", "--output-batch", "--unit-size", "--codec", "--examples", "--allow-nonfinite"},
+    | {"--layout", "--batch-size", "--output-batch", "--unit-size", "--codec", "--examples", "--allow-nonfinite"}
+    | {"--devices"},
     "gram": STARTING
     | {"--mode", "--precision", "--engine", "--tile", "--by-leaf", "--triangle", "--scheduler", "--workers"}
-    | {"--exact-diagonal"},
+    | {"--exact-diagonal", "--devices"},
     "info": SHARED,
     "clean": SHARED,
     "predict": SHARED | {"--labels", "--alpha", "--out", "--from-network", "--keep", "--no-keep", "--memory"},
@@ -62,7 +63,8 @@ FLAGS = {
 }
 ALL_KEYS = {
     "build": "store, examples, outputs, parameters, leaves, units_total, units_computed, units_reused, bytes_stored, "
-    "bytes_dense, seconds_total, seconds_compile, seconds_device, seconds_write, peak_rss",
+    "bytes_dense, seconds_total, seconds_compile, seconds_device, seconds_write, peak_rss, "
+    "batch_size, batches_by_device",
     "gram": "kernel, rows, columns, mode, tiles_total, tiles_computed, tiles_reused, items_total, items_computed, "
     "items_reused, passes, bytes_read, flops, seconds_total, seconds_read, seconds_compute, seconds_write, peak_rss, "
     "engine, schedule",
@@ -583,7 +585,7 @@ def test_a_wrong_value_of_build_is_one_line(flag, value, named, target, tmp_path
     [
         ("dtype", "bfloat16", "float64, float32"),
         ("mode", "half", "full, trace, diagonal, blocks"),
-        ("precision", "float16", "float64, float32, fast"),
+        ("precision", "float16", "float64, float32, bf16x9, bf16x6, bf16x3, tf32, fast"),
         ("engine", "tpu", "auto, blas, xla"),
         ("scheduler", "dask", "threads, processes"),
         ("tile", "0", "at least 1"),

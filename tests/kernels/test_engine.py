@@ -19,11 +19,13 @@ import jacstore
 import jacstore.kernels.engines.blas
 from jacstore import StoreWriter
 from jacstore.base.modes import Mode
+from jacstore.base.precision import ROUNDOFF, product_bound
 from jacstore.base.threads import blas_threads
+from jacstore.cli.text import info as info_text
 from jacstore.errors import RequestMismatchError
 from jacstore.kernels.context import Work
 from jacstore.kernels.engines.blas import LEAST_BLOCKS, LEAST_SPLIT, BlasEngine, _cut, symmetrize
-from jacstore.kernels.engines.xla import XlaEngine, resident_bytes
+from jacstore.kernels.engines.xla import ALGORITHMS, XlaEngine, resident_bytes
 from jacstore.terms import Dot, Leaf
 from jacstore.terms.factor_set import FactorSet
 from support import computed, refused
@@ -182,6 +184,74 @@ def test_fast_products_are_those_of_rows_rounded_to_bfloat16(mode):
     found = streamed(XlaEngine("fast", "float32"), mode, a, a, [(0, 20), (20, 40)])
     assert error_of(found, rounded, rounded, mode) <= LIMIT["float32"]
     assert error_of(found, a, a, mode) <= 2 * 2**-8
+
+
+ON_CPU = ("bf16x6", "bf16x3")
+
+
+@pytest.mark.parametrize("precision", ON_CPU)
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("mode", MODES)
+def test_products_of_a_named_algorithm_are_within_its_recorded_bound(mode, stored, precision):
+    a = random_rows(6, 2, 40).astype(stored).astype(np.float32)
+    engine = XlaEngine(precision, stored)
+    assert engine.rounded_to == precision
+    bound = 4 * ROUNDOFF[precision] + product_bound(precision, "xla", 40)
+    assert error_of(streamed(engine, mode, a, a, [(0, 20), (20, 40)]), a, a, mode) <= bound
+
+
+@pytest.mark.parametrize("precision", sorted(ALGORITHMS))
+def test_a_precision_is_refused_where_the_device_has_no_such_products_and_those_that_it_has_are_named(precision):
+    if precision in ON_CPU:
+        assert XlaEngine(precision, "float32").precision == precision
+        return
+    text = refused(XlaEngine, precision, "float32")
+    assert text.startswith(f"--precision {precision}: cpu (cpu) has no such products")
+    assert "float64, float32, bf16x6, bf16x3, fast (precision=)" in text
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16x9"])
+def test_a_kernel_of_an_unsupported_precision_is_refused_before_anything_is_written(precision, tmp_path):
+    run = store_of(random_rows(6, 2, 40))
+    assert "has no such products" in refused(jacstore.gram, run, None, tmp_path / "k", precision=precision)
+    assert not (tmp_path / "k").exists()
+
+
+@pytest.mark.parametrize("precision", ON_CPU)
+def test_a_kernel_records_a_named_precision_with_its_error_and_info_shows_it(precision):
+    rows = random_rows(6, 2, 40)
+    kernel = jacstore.gram(store_of(rows), None, None, precision=precision)
+    exact = jacstore.gram(store_of(rows), None, None, precision="float32", engine="xla")
+    found = kernel.info()
+    assert (found["precision"], found["engine"], found["numerics"]["rounded_to"]) == (precision, "xla", precision)
+    assert found["numerics"]["expected_error"] > exact.info()["numerics"]["expected_error"]
+    assert f"{precision} products with xla" in info_text(kernel.summary())
+    assert error_of(computed(kernel.array), rows, rows, "full") <= found["numerics"]["expected_error"]
+
+
+@pytest.mark.parametrize("precision", ON_CPU)
+@pytest.mark.parametrize("mode", MODES)
+def test_factors_are_multiplied_in_a_named_precision_too(mode, precision):
+    draw = np.random.default_rng(0)
+    operands = {
+        "a": draw.standard_normal((4, 1, 3, 5)).astype(np.float32),
+        "d": draw.standard_normal((4, 2, 1, 3, 6)).astype(np.float32),
+    }
+    leaf = Leaf(
+        path="w", shape=(5, 6), dtype="float32", offset=0, terms=(Dot(inputs="a", cotangents="d", scale=1.0, views=()),)
+    )
+    rows = np.einsum("ngti,nkgtj->nkij", operands["a"], operands["d"]).reshape(4, 2, 30)
+    engine = XlaEngine(precision, "float32")
+    factors = engine.load_factors(FactorSet([leaf], operands))
+    total = engine.zeros(mode.shape(4, 4, 2))
+    found = engine.fetch(engine.add_factors(mode, total, factors, slice(0, 4), factors, slice(0, 4)))
+    assert error_of(found, rows, rows, mode) <= 16 * ROUNDOFF[precision] + 2e-6
+
+
+@pytest.mark.parametrize("precision", sorted(ALGORITHMS))
+def test_blas_refuses_precisions_of_devices(precision):
+    run = store_of(random_rows(3, 2, 8))
+    assert "BLAS has no such products" in refused(jacstore.gram, run, None, None, engine="blas", precision=precision)
 
 
 def test_float16_rows_overflow_in_no_sum():

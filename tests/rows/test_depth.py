@@ -12,6 +12,7 @@ import pytest
 
 import jacstore
 from jacstore.problem import probes, twofold
+from jacstore.problem.fingerprint import backward
 from jacstore.problem.problem import prepare
 from jacstore.rows import device_pass, row_check
 from jacstore.rows.trace.backward import Backward
@@ -113,7 +114,7 @@ def test_the_cut_does_not_trace_for_shapes_that_are_known():
         return selected[0] @ example
 
     outputs = jax.ShapeDtypeStruct((3,), np.float32)
-    Backward(function, [np.ones((3, 2), np.float32)], [], np.ones(2, np.float32), outputs)
+    Backward(backward(function, [np.ones((3, 2), np.float32)], [], np.ones(2, np.float32), outputs), 1)
     assert len(calls) == 1
 
 

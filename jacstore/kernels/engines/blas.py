@@ -53,8 +53,11 @@ class Engine(Protocol):
     def zeros(self, shape: tuple[int, ...]) -> Any:
         """A new accumulator."""
 
-    def load(self, slab: np.ndarray) -> Any:
-        """The slab where products are formed; the host buffer may be overwritten afterwards."""
+    def load(self, slab: np.ndarray, turn: int = 0) -> Any:
+        """The slab where products are formed; the host buffer may be overwritten afterwards.
+
+        Slabs of one `turn` are multiplied with each other, those of the next one perhaps elsewhere.
+        """
 
     def add(self, mode: Mode, total: Any, a: Any, rows: slice, b: Any, cols: slice, columns: slice) -> Any:
         """The accumulator plus the product of examples `rows` of `a` with examples `cols` of `b` over `columns`."""
@@ -91,7 +94,7 @@ class BlasEngine:
     def zeros(self, shape: tuple[int, ...]) -> np.ndarray:
         return np.zeros(shape)
 
-    def load(self, slab: np.ndarray) -> np.ndarray:
+    def load(self, slab: np.ndarray, turn: int = 0) -> np.ndarray:
         return slab
 
     def add(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from jacstore.base.limits import PRECISIONS
+from jacstore.base.limits import BLAS_PRECISIONS, PRECISIONS
 from jacstore.base.modes import Mode
-from jacstore.base.options import Options, count, host_memory, one_part, other, size, switch, word
+from jacstore.base.options import Options, count, devices, host_memory, one_part, other, size, switch, word
 from jacstore.errors import InvalidRequestError
 
 KERNEL_DTYPES = ("float64", "float32")
@@ -33,7 +33,10 @@ class GramOptions(Options):
     )
     dtype: str = word("float64", KERNEL_DTYPES, "Type of the stored kernel.")
     precision: str | None = word(
-        None, PRECISIONS, "Type of the products; fast means 16-bit or TF32. [default: from the store]"
+        None,
+        PRECISIONS,
+        "Type of the products; bf16x3 to bf16x9 split float32 into bfloat16, fast means 16-bit or TF32. "
+        "[default: from the store]",
     )
     engine: str = word("auto", ENGINES, "What multiplies: BLAS or JAX's XLA.")
     tile: int | None = count("Edge of a kernel tile in examples. [default: from the memory]")
@@ -43,6 +46,7 @@ class GramOptions(Options):
     part: tuple[int, int] = one_part("Only part I of N of the items, counted from 1.")
     scheduler: str = other("threads", _scheduler, "threads, processes or tcp://HOST:PORT.")
     workers: int | None = count("Processes to share the work. [default: as many as there are]")
+    devices: str | int | tuple[int, ...] | None = devices("Devices that multiply, with --engine xla. [default: all]")
     overwrite: bool = switch("Delete what is there and start over.")
 
     def __post_init__(self) -> None:
@@ -55,7 +59,8 @@ class GramOptions(Options):
             raise InvalidRequestError(
                 "--triangle: mode blocks holds nothing off the diagonal; leave it out (triangle=)"
             )
-        if self.engine == "blas" and self.precision == "fast":
+        if self.engine == "blas" and self.precision not in (None, *BLAS_PRECISIONS):
             raise InvalidRequestError(
-                "--precision fast: BLAS has no 16-bit products; use --engine xla (engine=) or float32 (precision=)"
+                f"--precision {self.precision}: BLAS has no such products; use --engine xla (engine=) or float32 "
+                "(precision=)"
             )

@@ -63,6 +63,7 @@ def build(
     codec: str = "auto",
     examples: tuple[int, int] | str | None = None,
     part: tuple[int, int] | str | None = None,
+    devices: str | int | Sequence[int] | None = None,
     allow_nonfinite: bool = False,
     overwrite: bool = False,
     listener: Listener = silent,
@@ -85,6 +86,8 @@ def build(
         is free on a GPU, and a quarter of `memory` on a CPU.
     out, memory, dtype, layout, batch_size, output_batch, unit_size, codec
         As for `jacstore.build`.
+    devices
+        Has to be left out: a module computes on the device of its first parameter.
     examples, part, allow_nonfinite, overwrite, listener, stop
         As for `jacstore.build`.
 
@@ -102,6 +105,11 @@ def build(
     """
     started = time.perf_counter()
     options = BuildOptions.among(locals())
+    if options.devices is not None:
+        raise InvalidRequestError(
+            "--devices: a module of PyTorch computes where its first parameter is; leave it out (devices=) and move "
+            "the module, such as module.to('cuda:1')"
+        )
     problem = _problem_of(module, inputs, outputs)
     source = source_of(problem.inputs)
     if source.n_examples == 0:
@@ -154,7 +162,13 @@ class _Job:
                 self.options, self.found = replace(self.options, overwrite=True), None
         store = writer.store
         store.built = TorchBuildReport.of(
-            writer, started, **times, seconds_start=seconds, batch_size=passes.batch_size, vmap=passes.mapped
+            writer,
+            started,
+            **times,
+            seconds_start=seconds,
+            batch_size=passes.batch_size,
+            batches_by_device=[],
+            vmap=passes.mapped,
         )
         return store
 

@@ -6,6 +6,7 @@ be seen.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,27 +31,26 @@ CALLS = {
 
 
 class Backward:
-    """The backward pass of one example as one list of equations; `outputs` describes the outputs' shape and type."""
+    """The backward pass of one example as one list of equations.
 
-    def __init__(self, function: Any, selected: list[Any], rest: list[Any], example: Any, outputs: Any) -> None:
-        def backward(selected: Any, rest: Any, example: Any, cotangent: Any) -> Any:
-            values, pullback = jax.vjp(lambda leaves: function(leaves, rest, example), selected)
-            return values, pullback(cotangent)[0]
+    Parameters
+    ----------
+    traced
+        The program as `fingerprint.backward` traces it, gradients of leaves being its outputs but the first.
+    n_parameters
+        How many of its arguments, the first ones, are parameters; the last one is the cotangent.
+    """
 
-        arguments = (selected, rest, example, np.zeros(outputs.shape, outputs.dtype))
-        traced = jax.make_jaxpr(backward)(*arguments)
-        leaves = jax.tree_util.tree_leaves(arguments)
+    def __init__(self, traced: jex.ClosedJaxpr, n_parameters: int) -> None:
+        leaves = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in traced.jaxpr.invars]
         self.closed = jax.make_jaxpr(lambda *flat: _evaluate(traced.jaxpr, traced.consts, flat, open_scans=True))(
             *leaves
         )
         jaxpr = self.closed.jaxpr
         self.outputs, self.gradients = [jaxpr.outvars[0]], jaxpr.outvars[1:]
         self.producer = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-        counts = [len(jax.tree_util.tree_leaves(part)) for part in arguments]
-        examples = jaxpr.invars[counts[0] + counts[1] : sum(counts[:3])]
-        self._examples, self._cotangents = self._reached(examples), self._reached(jaxpr.invars[sum(counts[:3]) :])
-        self._parameters = (selected, rest)
-        self._shape = (example, arguments[3])
+        self._of_data = jaxpr.invars[n_parameters:]
+        self._examples, self._cotangents = self._reached(self._of_data[:-1]), self._reached(self._of_data[-1:])
 
     def _reached(self, start: Sequence[Any]) -> set[Any]:
         reached = set(start)
@@ -74,14 +74,16 @@ class Backward:
         arguments = jax.tree_util.tree_leaves((selected, rest, example, cotangent))
         return _evaluate(self.closed.jaxpr, self.closed.consts, arguments, wanted)
 
-    def constant(self, var: Any) -> float:
-        """The value of a scalar that depends on parameters alone."""
-        return float(self.constants(var).item())
+    def constants(self, var: Any, parameters: Sequence[Any]) -> np.ndarray:
+        """The values of an array, or of a scalar, that depends on parameters alone."""
+        others = [np.zeros(v.aval.shape, v.aval.dtype) for v in self._of_data]
+        found = _evaluate(self.closed.jaxpr, self.closed.consts, [*parameters, *others], [var])
+        return np.asarray(found[0])
 
-    def constants(self, var: Any) -> np.ndarray:
-        """The values of an array that depends on parameters alone."""
-        example, cotangent = self._shape
-        return np.asarray(self.values(*self._parameters, example, cotangent, [var])[0])
+
+def hash_values(values: np.ndarray) -> str:
+    """Hash of the bytes of an array: equal ones are equal to the bit, NaN and the sign of zero included."""
+    return hashlib.sha256(np.ascontiguousarray(values).tobytes()).hexdigest()
 
 
 def _inner(eqn: Any) -> Any:

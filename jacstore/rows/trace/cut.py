@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from jacstore.problem.problem import Prepared, precision_context
-from jacstore.rows.trace.backward import Backward
+from jacstore.problem.program import KEPT_PARTS, Recent
+from jacstore.rows.trace.backward import Backward, hash_values
 from jacstore.rows.trace.candidates import Made, Stacked
 from jacstore.rows.trace.find_terms import Finder, Found
 from jacstore.terms.kinds import Dense, Leaf, Operand, Term, expand
@@ -35,11 +36,15 @@ class Cut:
         With their terms; `Dense.start` counts columns of stored rows only.
     operands
         The operands of factored leaves, each once.
+    programs
+        What was compiled to compute it.
     """
 
     leaves: tuple[Leaf, ...]
     operands: tuple[Operand, ...]
+    programs: Recent = field(repr=False, default_factory=lambda: Recent(KEPT_PARTS))
     _flat: Backward = field(repr=False)
+    _read: Mapping[Any, str] = field(repr=False)
     _made: Mapping[str, Made | Stacked] = field(repr=False)
     _rows: tuple[tuple[int, tuple[Term, ...]], ...] = field(repr=False)
 
@@ -73,6 +78,10 @@ class Cut:
         """The type of cotangents: that of the outputs."""
         return self._flat.outputs[0].aval.dtype
 
+    def is_for(self, parameters: Sequence[Any]) -> bool:
+        """Whether what stands in the terms as numbers, or decided them, has the values that it had."""
+        return all(hash_values(self._flat.constants(var, parameters)) == found for var, found in self._read.items())
+
     def _row_roots(self) -> list[Any]:
         return [self._flat.gradients[n] for n, terms in self._rows if not terms]
 
@@ -103,28 +112,36 @@ def cut_before_products(prepared: Prepared, layout: str, float64: bool) -> Cut:
     float64
         Whether it is computed in float64.
     """
+    parameters = [*prepared.selected, *prepared.rest]
     with precision_context(float64):
-        example = jax.tree_util.tree_map(lambda leaf: leaf[0], prepared.read(0, 1))
-        described = [(leaf.path, leaf.shape, leaf.dtype) for leaf in prepared.leaves]
-        outputs = jax.ShapeDtypeStruct((prepared.n_outputs,), prepared.outputs_dtype)
-        flat = Backward(prepared.function, prepared.selected, prepared.rest, example, outputs)
-        return _cut(flat, described, prepared.n_outputs, layout)
+        kept = prepared.backward()
+        described = tuple((leaf.path, tuple(leaf.shape), leaf.dtype) for leaf in prepared.leaves)
+        cut: Cut | None = kept.made.get(("cut", layout, described))
+        if cut is None or not cut.is_for(parameters):
+            assert kept.jaxpr is not None
+            traced = kept.jaxpr
+            flat = kept.made.made("backward", lambda: Backward(traced, len(parameters)))
+            cut = kept.made.keep(
+                ("cut", layout, described), _cut(flat, parameters, described, prepared.n_outputs, layout)
+            )
+        return cut
 
 
-def cut_with_rows(cut: Cut, paths: Collection[str], n_outputs: int, layout: str) -> Cut:
+def cut_with_rows(prepared: Prepared, cut: Cut, paths: Collection[str], layout: str) -> Cut:
     """The same program with the leaves at `paths` stored as rows, as in a store that an earlier version began."""
     described = [(leaf.path, leaf.shape, leaf.dtype) for leaf in cut.leaves]
-    return _cut(cut._flat, described, n_outputs, layout, paths)
+    return _cut(cut._flat, [*prepared.selected, *prepared.rest], described, prepared.n_outputs, layout, paths)
 
 
 def _cut(
     flat: Backward,
+    parameters: Sequence[Any],
     described: Sequence[tuple[str, tuple[int, ...], str]],
     n_outputs: int,
     layout: str,
     as_rows: Collection[str] = (),
 ) -> Cut:
-    finder = Finder(flat)
+    finder = Finder(flat, parameters)
     found = [finder.leaf(n) for n in range(len(described))]
     finder.tie_sums(found)
     chosen = _choose(found, described, n_outputs, layout, as_rows)
@@ -157,7 +174,14 @@ def _cut(
         offset += size
     used = {name for n, terms in rows for t in terms for name in t.operands} | operands.keys()
     made = {name: m for name, m in made.items() if name in used}
-    return Cut(leaves=tuple(leaves), operands=tuple(operands.values()), _flat=flat, _made=made, _rows=tuple(rows))
+    return Cut(
+        leaves=tuple(leaves),
+        operands=tuple(operands.values()),
+        _flat=flat,
+        _read={var: hash_values(values) for var, values in finder.read.items()},
+        _made=made,
+        _rows=tuple(rows),
+    )
 
 
 def _temporary(core_made: Made | Stacked, names: dict[Any, str], made: dict[str, Made | Stacked]) -> str:

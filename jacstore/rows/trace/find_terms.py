@@ -100,12 +100,25 @@ class _Product:
 
 
 class Finder:
-    """Follow gradients back to the equations that form them."""
+    """Follow gradients back to the equations that form them.
 
-    def __init__(self, flat: Backward) -> None:
-        self.flat = flat
+    Attributes
+    ----------
+    read
+        What stands in the terms as numbers, or decided them: values of variables that depend on parameters alone.
+    """
+
+    def __init__(self, flat: Backward, parameters: Sequence[Any]) -> None:
+        self.flat, self._parameters = flat, parameters
+        self.read: dict[Any, np.ndarray] = {}
         self._constants: dict[str, Constant] = {}
         self.layers = {root for eqn in flat.closed.jaxpr.eqns if (root := self._layer(eqn)) is not None}
+
+    def _values(self, var: Any) -> np.ndarray:
+        """The values of a variable that depends on parameters alone."""
+        if var not in self.read:
+            self.read[var] = self.flat.constants(var, self._parameters)
+        return self.read[var]
 
     def _layer(self, eqn: Any) -> Any:
         """The cotangent of a layer, if an equation is a product of it and of the layer's input."""
@@ -194,7 +207,7 @@ class Finder:
     def _gained(self, eqn: Any, views: Views, scale: float) -> Core:
         """The core of a product with all linear maps left behind it."""
         product = self._begun(eqn)
-        maps = ConstantMaps(product.block.shape, self._constants, self.flat.constants)
+        maps = ConstantMaps(product.block.shape, self._constants, self._values)
         moves = product.block.views()
         try:
             steps = maps.follow(views)
@@ -320,7 +333,7 @@ class Finder:
         if isinstance(scalar, jex.Literal):
             value = float(np.asarray(scalar.val)) if np.ndim(scalar.val) == 0 else math.nan
         elif math.prod(scalar.aval.shape) == 1:
-            value = self.flat.constant(scalar)
+            value = float(self._values(scalar).item())
         else:
             return None
         return (value, left) if math.isfinite(value) and value else None
