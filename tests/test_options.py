@@ -156,3 +156,15 @@ def test_a_text_is_no_switch():
 def test_a_plan_takes_every_option_of_its_build():
     plan = plan_build(mlp(6), None, allow_nonfinite=True, overwrite=True, examples="1:5", part="1/2")
     assert plan.examples == 4
+
+
+def test_devices_are_refused_for_modules_which_compute_where_their_parameters_are():
+    torch = pytest.importorskip("torch")
+    text = refusal(torch_build(), torch.nn.Linear(2, 2).eval(), np.zeros((3, 2), np.float32), None, devices="0,1")
+    assert text.startswith("--devices:") and "leave it out (devices=)" in text
+
+
+@pytest.mark.parametrize("wrong", ["some", "1,x", 1.5, True, "1-2"])
+def test_devices_that_are_no_numbers_are_refused_when_the_options_are_made(wrong):
+    for options in (BuildOptions, GramOptions):
+        assert "allowed are all, a count" in refusal(options, devices=wrong)

@@ -19,7 +19,7 @@ from jacstore.base.precision import ROUNDOFF
 from jacstore.problem import program
 from jacstore.problem.outputs import Flat
 from jacstore.problem.parameters import Parameters
-from jacstore.problem.program import certain_text, program_text, text_of_jax
+from jacstore.problem.program import KeptProgram, certain_text, program_text, text_of_jax
 from jacstore.problem.pytrees import dtype_of, native, paths_and_leaves
 from jacstore.problem.user_errors import kind_of, naming
 
@@ -87,6 +87,14 @@ def exact_hash(jaxpr: ClosedJaxpr) -> str | None:
     closed_over = sum(int(getattr(value, "nbytes", 0)) for value in jaxpr.consts)
     text = None if closed_over > program.KEPT_CONSTANTS else certain_text(jaxpr)
     return None if text is None else hashlib.sha256(f"{hash_constants(jaxpr)}\n{text}".encode()).hexdigest()
+
+
+def still_holds(kept: KeptProgram) -> bool:
+    """Whether arrays that a program closes over have the values that they had when it was traced.
+
+    What is compiled after they were written to, by a listener for instance, is of another program, and not to be kept.
+    """
+    return kept.jaxpr is None or kept.digest is None or exact_hash(kept.jaxpr) == kept.digest
 
 
 def lowest_precision(jaxpr: ClosedJaxpr) -> str:

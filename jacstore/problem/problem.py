@@ -338,6 +338,7 @@ def _keep(shapes: Any, kept: KeptProgram) -> None:
     """Keep what is made of a program for the next build of an equal one."""
     assert kept.jaxpr is not None
     outputs, digest = kept.jaxpr.out_avals[0], exact_hash(kept.jaxpr)
+    kept.digest = digest
     # What describes shapes may hold objects of the user's that cannot be compared.
     with suppress(Exception):
         if digest is not None:

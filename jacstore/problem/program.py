@@ -239,6 +239,8 @@ class KeptProgram:
     ----------
     jaxpr
         The program; None until something is made of it.
+    digest
+        Its `fingerprint.exact_hash` when it was traced; None where it cannot be kept.
     facts
         What was found out about the function.
     made
@@ -247,6 +249,7 @@ class KeptProgram:
 
     def __init__(self) -> None:
         self.jaxpr: ClosedJaxpr | None = None
+        self.digest: str | None = None
         self.facts: Any = None
         self.made = Recent(KEPT_PARTS)
 

@@ -22,6 +22,7 @@ from jacstore.base.devices import device, on_accelerator, where_from
 from jacstore.base.machine import format_size
 from jacstore.base.precision import NORM_RUN
 from jacstore.errors import InvalidRequestError
+from jacstore.problem.fingerprint import still_holds
 from jacstore.problem.problem import Prepared, own_code, precision_context
 from jacstore.problem.user_errors import one_line
 from jacstore.rows.trace.cut import Cut
@@ -149,6 +150,8 @@ class DevicePass:
     def _compile(self) -> None:
         key = (self.stored_dtype.name, self.batch_size, self.output_batch, self.devices)
         self._programs = self.cut.programs.made(key, lambda: [self._compiled(given) for given in self._parameters])
+        if not still_holds(self.prepared.backward()):
+            self.cut.programs.drop(key)
         program, finish = self._programs[0]
         programs = [(program, True)] + ([(finish, False)] if finish else [])
         self.bytes_needed = sum(_bytes_of(each, given) for each, given in programs)

@@ -19,8 +19,10 @@ import numpy as np
 from jacstore.base.budget import BUILD, Budget
 from jacstore.base.precision import ROUNDOFF, compute_dtype
 from jacstore.errors import InvalidFunctionError
+from jacstore.problem.fingerprint import still_holds
 from jacstore.problem.probes import SHAKEN, SHAKES, shaken
 from jacstore.problem.problem import Prepared, precision_context
+from jacstore.problem.program import Recent
 from jacstore.problem.twofold import compiled_quickly, of_two, twice
 from jacstore.store.reader import operand_array
 from jacstore.store.unit_buffers import UnitBlock
@@ -78,11 +80,13 @@ class RowCheck:
         self._two_at_once = prepared.two_at_once
         self._draw = np.random.default_rng()
         self._seconds: float | None = None
+        self._usual: dict[bool, tuple[Callable[..., Any], bool]] = {}
         self._program = self._begun()
 
     def _begun(self) -> Future[Callable[..., Any]]:
         """The plain pass: that of an equal function if there was one, else it is compiled by a thread."""
-        made, key = self._prepared.backward().made, self._key("quick", self._float64)
+        backward = self._prepared.backward()
+        made, key = backward.made, ("check", self._float64, tuple(self._checked))
         kept = made.get(key)
         if kept is not None:
             known: Future[Callable[..., Any]] = Future()
@@ -90,23 +94,22 @@ class RowCheck:
             known.set_result(program)
             return known
         lowered, two_at_once = self._lowered(self._float64), self._two_at_once
+        made = made if still_holds(backward) else Recent(1)
         pool = ThreadPoolExecutor(1, "jacstore-check")
         begun = pool.submit(lambda: made.keep(key, (compiled_quickly(lowered), two_at_once))[0])
         pool.shutdown(wait=False)
         return begun
 
     def _as_usual(self, float64: bool) -> Callable[..., Any]:
-        """The plain pass, compiled as all programs are."""
-        made, key = self._prepared.backward().made, self._key("usual", float64)
-        kept = made.get(key)
+        """The plain pass, compiled as all programs are.
+
+        It is of the function as it is now: a row that is off may be so because a kept program was made of another one.
+        """
+        kept = self._usual.get(float64)
         if kept is None or kept[1] != self._two_at_once:
             lowered = self._lowered(float64)
-            kept = made.keep(key, (lowered.compile(), self._two_at_once))
-        program: Callable[..., Any] = kept[0]
-        return program
-
-    def _key(self, how: str, float64: bool) -> Any:
-        return "check", how, float64, tuple(self._checked)
+            kept = self._usual[float64] = lowered.compile(), self._two_at_once
+        return kept[0]
 
     def choose(self, start: int, stop: int, seconds: float) -> list[int]:
         """Examples of a unit to check, where the last unit took `seconds`."""

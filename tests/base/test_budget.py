@@ -28,7 +28,7 @@ MEMORY = st.integers(1, 2**45)
 GIVEN_OUT = re.compile(r"_?(device_|host_)?(memory|budget)|(default|available)_memory|device_budget")
 # Expressions that are no share of a budget, and why.
 ALLOWED = {
-    "(room if device_memory is None else device_memory) // max(1, needs.one_pass)": "how many passes fit into a part",
+    "device_memory // each": "how many passes fit into a part",
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import jax
 import jax.numpy as jnp
@@ -167,6 +167,32 @@ def test_arrays_that_were_changed_in_place_never_come_back_with_a_kept_program()
     for batch_size in (None, 2, 3):
         found = built(second, params(1), batch_size=batch_size)
         assert_rows(found, true_rows(second, params(1), X))
+
+
+def test_programs_of_a_build_during_which_an_array_or_a_number_changed_are_not_used_for_the_old_values():
+    for change in (change_in_place, change_number):
+        function = Scaled()
+        before = function.array.copy(), function.number
+        problem = jacstore.Problem(apply=function, params=params(), inputs=X)
+        with suppress(InvalidFunctionError):
+            jacstore.build(problem, None, unit_size=N, listener=lambda event, f=function, c=change: c(f))
+        function.array[:], function.number = before
+        for seed in (0, 1):
+            assert_rows(built(function, params(seed)), true_rows(function, params(seed), X))
+
+
+def test_gains_that_are_made_of_parameters_are_those_of_each_build():
+    def apply(p, x):
+        return jnp.tanh(x @ (p["v"] * p["mask"])) @ p["w"]
+
+    for seed in (0, 1, 0):
+        mask = np.random.default_rng(seed).choice(np.array([0, 2], np.float32), (WIDTH, WIDTH))
+        problem = jacstore.Problem(apply=apply, params={**params(seed), "mask": mask}, inputs=X, select="v|w")
+        store = jacstore.build(problem, None, unit_size=N, layout="factored")
+        assert any(term.kind == "gain" for leaf in store.leaves for term in leaf.terms)
+        found = np.asarray(store.array.compute(scheduler="synchronous")).reshape(N, K, -1)
+        wanted = true_rows(lambda p, x, m=mask: apply({**p, "mask": jnp.asarray(m)}, x), params(seed), X)
+        assert_rows(found, wanted)
 
 
 def test_a_jit_inside_that_kept_an_old_value_is_refused_and_not_reused():
