@@ -28,7 +28,8 @@ MEMORY = st.integers(1, 2**45)
 GIVEN_OUT = re.compile(r"_?(device_|host_)?(memory|budget)|(default|available)_memory|device_budget")
 # Expressions that are no share of a budget, and why.
 ALLOWED = {
-    "device_memory // each": "how many passes fit into a part",
+    "device_memory // each": "how many passes fit into the memory of a device",
+    "devices * (device_memory // each)": "of as many devices",
 }
 
 

@@ -83,7 +83,10 @@ def quick() -> Iterator[pytest.MonkeyPatch]:
         once("prepare", lambda problem, **named: (id(problem), *named.items()))
         once("_restrict", lambda prepared, examples: (id(prepared), examples))
         once("cut_before_products", lambda prepared, *rest: (id(prepared), *rest))
-        once("DevicePass", lambda prepared, cut, *, budget, **named: (id(prepared), id(cut), *named.items()))
+        once(
+            "DevicePass",
+            lambda prepared, cut, *, budget, devices, **named: (id(prepared), id(cut), *devices, *named.items()),
+        )
         patch.setattr(jacstore.storage.zarr_group, "versions", functools.cache(jacstore.storage.zarr_group.versions))
         patch.setattr(
             jacstore.storage.zarr_group, "_create_array", _written_once(jacstore.storage.zarr_group._create_array)
