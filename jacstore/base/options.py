@@ -16,7 +16,7 @@ from jacstore.base.limits import MAX_ITEMS
 from jacstore.base.machine import default_memory, parse_size
 from jacstore.errors import InvalidRequestError
 
-O = TypeVar("O", bound="Options")  # noqa: E741
+Chosen = TypeVar("Chosen", bound="Options")
 # Types of the keywords, as functions that take them declare them.
 Size = int | str | None
 Pair = tuple[int, int] | str | None
@@ -45,7 +45,7 @@ class Options:
             object.__setattr__(self, name, option.parse(getattr(self, name), flag_of(name)))
 
     @classmethod
-    def among(cls: type[O], given: Mapping[str, Any]) -> O:
+    def among(cls: type[Chosen], given: Mapping[str, Any]) -> Chosen:
         """Those of the keywords `given` to a function that are options."""
         return cls(**{name: given[name] for name in described(cls)})
 
