@@ -5,6 +5,7 @@ Rows are recomputed by plain autograd in float64, one example and one output aft
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -46,20 +47,30 @@ class TorchChecks(TargetChecks):
         network = Network(self.torch_problem.module, self.torch_problem.outputs, float64)
         values = {name: value.requires_grad_() for name, value in _own(network.selected).items()}
 
-        def row(example: Any, k: int) -> tuple[np.ndarray, list[np.ndarray]]:
+        def row(
+            example: Any, k: int, change: Callable[[Any], Any] | None = None
+        ) -> tuple[np.ndarray, list[np.ndarray]]:
+            given = values if change is None else _changed(values, change)
+
             def gradients() -> Any:
-                outputs = network(values, network.tensors(example))
-                return outputs, torch.autograd.grad(outputs[k], list(values.values()), allow_unused=True)
+                outputs = network(given, network.tensors(example))
+                return outputs, torch.autograd.grad(outputs[k], list(given.values()), allow_unused=True)
 
             with settings(), calling(example):
-                outputs, found = network.holding(values, gradients)
+                outputs, found = network.holding(given, gradients)
             parts = [
                 np.zeros(value.numel()) if g is None else host(g.to_dense() if g.is_sparse else g).reshape(-1)
-                for g, value in zip(found, values.values(), strict=True)
+                for g, value in zip(found, given.values(), strict=True)
             ]
             return host(outputs).astype(np.float64), [part.astype(np.float64) for part in parts]
 
         return row
+
+
+def _changed(values: dict[str, torch.Tensor], change: Callable[[Any], Any]) -> dict[str, torch.Tensor]:
+    """Parameters of their types, with other numbers; those of a module are moved, its examples stay."""
+    arrays = change({name: host(value) for name, value in values.items()})
+    return {name: torch.as_tensor(arrays[name]).to(value).requires_grad_() for name, value in values.items()}
 
 
 def _own(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

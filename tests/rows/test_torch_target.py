@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -195,3 +196,16 @@ def test_a_store_whose_request_names_neither_examples_nor_codec_is_continued(tmp
     assert "examples: null -> [1, 8]" in refusal(
         jacstore.torch.build, replace(problem, inputs=torch.randn(8, 4)), out=tmp_path / "s", examples=(1, 8)
     )
+
+
+def test_right_rows_of_a_module_of_which_rounding_leaves_little_are_no_fault(tmp_path):
+    # Where tanh is close to 1 its slope is the rounding of 1 - tanh².
+    module = torch.nn.Sequential(torch.nn.Linear(10, 4, bias=False), torch.nn.Tanh()).eval()
+    torch.nn.init.ones_(module[0].weight)
+    inputs = torch.from_numpy(np.random.default_rng(0).normal(size=(64, 10)).astype(np.float32))
+    problem = jacstore.torch.TorchProblem(module=module, inputs=inputs)
+    store = jacstore.torch.build(problem, out=tmp_path / "run.jac")
+    assert jacstore.verify(store, problem, full=True).ok
+    with torch.no_grad():
+        module[0].weight *= 1.001
+    assert jacstore.verify(store, problem, full=True).check("rows").state != "ok"
