@@ -34,6 +34,7 @@ class Reported:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
+        # Whatever derives from this is a dataclass.
         return asdict(self)  # type: ignore[call-overload]
 
 

@@ -14,6 +14,7 @@ from jacstore.cli.terminal import Words
 
 def flags_of(options: type[Options]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A decorator that adds a flag for every option, in order."""
+    # Whatever derives from Options is a dataclass.
     defaults = {one.name: one.default for one in fields(options)}  # type: ignore[arg-type]
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:

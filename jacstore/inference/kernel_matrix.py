@@ -18,21 +18,14 @@ import numpy as np
 
 from jacstore.base.machine import default_memory, format_size
 from jacstore.base.modes import Mode
+from jacstore.base.precision import ROUNDOFF
 from jacstore.errors import InvalidRequestError
 from jacstore.kernels.kernel import Kernel, open_kernel
 from jacstore.kernels.lazy import DescribedArray
 
 # Unit roundoff of what a kernel is stored in, and of the products that it is a sum of (fast: TF32 at worst).
-STORED = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11}
-PRODUCTS = {
-    "float64": 2.0**-53,
-    "float32": 2.0**-24,
-    "bf16x9": 2.0**-24,
-    "bf16x6": 2.0**-23,
-    "bf16x3": 2.0**-16,
-    "tf32": 2.0**-11,
-    "fast": 2.0**-11,
-}
+STORED = {dtype: ROUNDOFF[dtype] for dtype in ("float64", "float32", "float16")}
+PRODUCTS = {**ROUNDOFF, "fast": ROUNDOFF["tf32"]}
 AHEAD = 2  # tiles that are read while another is used
 SQUARE = 1024  # edge of the squares in which a matrix is compared with its transpose
 # A matrix further than this from its transpose is not a kernel; separate products differ a thousand times less.

@@ -136,6 +136,10 @@ class Factored:
         Whether products of rows need the rows.
     in_verify
         Whether `verify` multiplies by its factors; rows are formed otherwise.
+
+    Methods that raise NotImplementedError have no answer for all kinds. A kind leaves out those that it is never asked
+    for: products of pairs if it is `formed`, those of `verify` if it is not `in_verify`, tensors if PyTorch never
+    makes it.
     """
 
     kind: ClassVar[str]
@@ -171,6 +175,7 @@ class Factored:
     @classmethod
     def of(cls, inputs: str | None, geometry: Mapping[str, Any], **common: Any) -> Self:
         """A term of named operands; `geometry` says what only this kind has, `common` what all have."""
+        # The fields are those of the kind's dataclass, which this base does not know.
         return cls(inputs=inputs, **common, **geometry)  # type: ignore[call-arg]
 
     def changed(self, **changes: Any) -> Self:
