@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from jacstore.cli import text
 from jacstore.cli.flags import flags_of
+from jacstore.cli.reports import CleanReport, PredictReport, SampleReport
 from jacstore.cli.terminal import Lines, OneLineErrors, Shared, Stop, Words, common, interruptible, run, with_warnings
 from jacstore.kernels.plan.options import GramOptions
 from jacstore.rows.options import BuildOptions
+
+if TYPE_CHECKING:
+    from jacstore.inference.factorize import SpectrumReport
 
 # The words of flags whose modules take seconds to import; tests/cli/test_cli.py compares them with what those allow.
 LIKELIHOODS = Words("gaussian", "softmax")
@@ -133,11 +136,11 @@ def clean(shared: Shared, kernel: str) -> None:
     The kernel stays as it is, and what was removed is computed again when it is needed.
     """
 
-    def work(lines: Lines, stop: Stop) -> dict[str, Any]:
+    def work(lines: Lines, stop: Stop) -> CleanReport:
         import jacstore
 
-        removed = [asdict(kept) for kept in jacstore.clean(kernel)]
-        return {"kernel": kernel, "removed": removed, "bytes_freed": sum(kept["bytes"] for kept in removed)}
+        removed = jacstore.clean(kernel)
+        return CleanReport(kernel=kernel, removed=removed, bytes_freed=sum(kept.bytes for kept in removed))
 
     run(work, text.clean, shared)
 
@@ -209,7 +212,7 @@ def predict(shared: Shared, kernel: str, cross: str, labels: str, out: str, **op
     "jacstore gram OTHER STORE --out CROSS". For integer classes the predictions are one score per class.
     """
 
-    def work(lines: Lines, stop: Stop) -> dict[str, Any]:
+    def work(lines: Lines, stop: Stop) -> PredictReport:
         from jacstore.cli import predict as prediction
 
         return with_warnings(lambda: prediction.predict(kernel, cross, labels, out, **options))
@@ -230,7 +233,7 @@ def predict(shared: Shared, kernel: str, cross: str, labels: str, out: str, **op
 def spectrum(shared: Shared, kernel: str, top: int, alpha: str | None, memory: str | None) -> None:
     """Print eigenvalues of KERNEL (mode full or trace) and its effective dimension, the sum of lam / (lam + alpha)."""
 
-    def work(lines: Lines, stop: Stop) -> dict[str, Any]:
+    def work(lines: Lines, stop: Stop) -> SpectrumReport:
         from jacstore.cli.predict import parse_alphas
         from jacstore.inference.factorize import describe_spectrum
 
@@ -262,19 +265,19 @@ def sample(shared: Shared, store: str, kernel: str | None, **options: Any) -> No
     Without KERNEL only the store is used.
     """
 
-    def work(lines: Lines, stop: Stop) -> dict[str, Any]:
+    def work(lines: Lines, stop: Stop) -> SampleReport:
         import jacstore
         from jacstore.store.reader import open_store
 
         started = time.monotonic()
         opened = open_store(store)
         found = jacstore.sample(opened, kernel, listener=lines, stop=stop, **options)
-        return {
-            "file": options["out"],
-            "samples": found.shape[0],
-            "parameters": found.shape[1],
-            "passes": opened.decoded_bytes_read / opened.bytes_decoded,
-            "seconds_total": time.monotonic() - started,
-        }
+        return SampleReport(
+            file=options["out"],
+            samples=found.shape[0],
+            parameters=found.shape[1],
+            passes=opened.decoded_bytes_read / opened.bytes_decoded,
+            seconds_total=time.monotonic() - started,
+        )
 
     run(work, text.sample, shared, at_once="to continue")

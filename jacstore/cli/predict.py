@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from jacstore.cli.reports import PredictReport
 from jacstore.errors import InvalidRequestError
 from jacstore.inference.kernel_ridge import KernelRidge
 from jacstore.kernels.kernel import Kernel, open_kernel
@@ -26,7 +26,7 @@ def predict(
     from_network: bool = False,
     keep: bool = True,
     memory: int | str | None = None,
-) -> dict[str, Any]:
+) -> PredictReport:
     """Fit the labels on `kernel`, write predictions at the rows of `cross` to `out`, and report.
 
     Parameters
@@ -58,21 +58,21 @@ def predict(
     ).fit(train, y, f0)
     _save(out, model.predict(test, f0_cross))
     left_out = model.factor_.loo(y, f0).mean
-    return {
-        "predictions": out,
-        "kernel": kernel,
-        "cross": cross,
-        "examples": train.plan.rows.n_examples,
-        "predicted": test.plan.rows.n_examples,
-        "columns": int(np.prod(left_out.shape[1:])),
-        "alpha": model.alpha_,
-        "alphas": alphas,
-        "from_network": from_network,
-        "loo_error": float(np.mean(np.square(y - left_out))),
-        "loo_accuracy": float(np.mean(left_out.argmax(1) == given)) if classes else None,
-        "factor_reused": model.factor_.reused,
-        "seconds_total": time.perf_counter() - started,
-    }
+    return PredictReport(
+        predictions=out,
+        kernel=kernel,
+        cross=cross,
+        examples=train.plan.rows.n_examples,
+        predicted=test.plan.rows.n_examples,
+        columns=int(np.prod(left_out.shape[1:])),
+        alpha=model.alpha_,
+        alphas=alphas,
+        from_network=from_network,
+        loo_error=float(np.mean(np.square(y - left_out))),
+        loo_accuracy=float(np.mean(left_out.argmax(1) == given)) if classes else None,
+        factor_reused=model.factor_.reused,
+        seconds_total=time.perf_counter() - started,
+    )
 
 
 def parse_alphas(given: str) -> list[float]:

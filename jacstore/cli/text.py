@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from jacstore.base.machine import format_size
+from jacstore.cli.reports import CleanReport, PredictReport, SampleReport
 from jacstore.kernels.plan.reports import GramForecast, GramReport, KernelInfo
 from jacstore.rows.reports import BuildForecast, BuildReport
 from jacstore.store.reports import LeafFacts, StoreInfo
 
 if TYPE_CHECKING:
+    from jacstore.inference.factorize import SpectrumReport
+    from jacstore.storage.kept_arrays import KeptFactorization
     from jacstore.verification.report import Report
 
 PATHS_SHOWN = 5
@@ -205,50 +207,47 @@ def info(r: StoreInfo | KernelInfo) -> str:
             f"{'complete' if r.complete else 'incomplete'}: {r.tiles_done} of {r.tiles_total} tiles",
             _error_line(r.numerics) + (", exact norms on the diagonal" if r.exact_diagonal else ""),
             f"from {', '.join(r.stores)}",
-            *(f"kept beside it: {_kept(asdict(kept))}" for kept in r.kept),
+            *(f"kept beside it: {_kept(kept)}" for kept in r.kept),
         ]
     )
 
 
-def clean(r: dict[str, Any]) -> str:
-    if not r["removed"]:
-        return f"{r['kernel']}: nothing is kept beside it"
-    return "\n".join(f"{r['kernel']}: removed {_kept(kept)}" for kept in r["removed"])
+def clean(r: CleanReport) -> str:
+    if not r.removed:
+        return f"{r.kernel}: nothing is kept beside it"
+    return "\n".join(f"{r.kernel}: removed {_kept(kept)}" for kept in r.removed)
 
 
-def _kept(kept: dict[str, Any]) -> str:
-    what = {"cholesky": "Cholesky factor", "eigh": "eigendecomposition"}[kept["method"]]
-    alpha = "" if kept["alpha"] is None else f", alpha {kept['alpha']:.4g}"
-    state = "" if kept["usable"] else ", computed from earlier contents of the kernel"
-    return f"{what}{alpha}, {format_size(kept['bytes'])}{state}"
+def _kept(kept: KeptFactorization) -> str:
+    what = {"cholesky": "Cholesky factor", "eigh": "eigendecomposition"}[kept.method]
+    alpha = "" if kept.alpha is None else f", alpha {kept.alpha:.4g}"
+    state = "" if kept.usable else ", computed from earlier contents of the kernel"
+    return f"{what}{alpha}, {format_size(kept.bytes)}{state}"
 
 
-def predict(r: dict[str, Any]) -> str:
-    chosen = f" (best of {len(r['alphas'])} by leave-one-out)" if len(r["alphas"]) > 1 else ""
-    accuracy = "" if r["loo_accuracy"] is None else f", accuracy {r['loo_accuracy']:.1%}"
+def predict(r: PredictReport) -> str:
+    chosen = f" (best of {len(r.alphas)} by leave-one-out)" if len(r.alphas) > 1 else ""
+    accuracy = "" if r.loo_accuracy is None else f", accuracy {r.loo_accuracy:.1%}"
     return (
-        f"{r['predictions']}: {r['predicted']:,} x {r['columns']} predictions from {r['examples']:,} examples, "
-        f"alpha {r['alpha']:.4g}{chosen}\n"
-        f"leave-one-out: mean squared error {r['loo_error']:.4g}{accuracy}"
+        f"{r.predictions}: {r.predicted:,} x {r.columns} predictions from {r.examples:,} examples, "
+        f"alpha {r.alpha:.4g}{chosen}\n"
+        f"leave-one-out: mean squared error {r.loo_error:.4g}{accuracy}"
     )
 
 
-def sample(r: dict[str, Any]) -> str:
+def sample(r: SampleReport) -> str:
     return (
-        f"{r['file']}: {r['samples']:,} samples of {r['parameters']:,} parameters, {r['passes']:.2f} passes over J "
-        f"in {r['seconds_total']:.1f} s"
+        f"{r.file}: {r.samples:,} samples of {r.parameters:,} parameters, {r.passes:.2f} passes over J "
+        f"in {r.seconds_total:.1f} s"
     )
 
 
-def spectrum(r: dict[str, Any]) -> str:
+def spectrum(r: SpectrumReport) -> str:
     return "\n".join(
         [
-            f"{r['kernel']}: {r['rows']:,} rows, trace {r['trace']:.6g}",
-            *(f"eigenvalue {n:>5}  {value:.6g}" for n, value in enumerate(r["eigenvalues"], start=1)),
-            f"smallest          {r['smallest']:.6g}",
-            *(
-                f"effective dimension {one['dimension']:.6g} at alpha {one['alpha']:.4g}"
-                for one in r["effective_dimension"]
-            ),
+            f"{r.kernel}: {r.rows:,} rows, trace {r.trace:.6g}",
+            *(f"eigenvalue {n:>5}  {value:.6g}" for n, value in enumerate(r.eigenvalues, start=1)),
+            f"smallest          {r.smallest:.6g}",
+            *(f"effective dimension {one.dimension:.6g} at alpha {one.alpha:.4g}" for one in r.effective_dimension),
         ]
     )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from jacstore.base.machine import limited_cores
+from jacstore.base.schema import Reported
 from jacstore.base.threads import blas_threads
 from jacstore.errors import InvalidRequestError
 from jacstore.inference.kept_factors import kept_for
@@ -111,9 +113,29 @@ def spectrum(kernel: Any, *, memory: int | str | None = None) -> np.ndarray:
         return np.linalg.eigvalsh(gram.load())[::-1]
 
 
+@dataclass(frozen=True, kw_only=True)
+class EffectiveDimension(Reported):
+    """The effective dimension `sum(lam / (lam + alpha))` at one alpha."""
+
+    alpha: float
+    dimension: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpectrumReport(Reported):
+    """Leading eigenvalues of a kernel, descending, and its effective dimension at some alphas."""
+
+    kernel: str
+    rows: int
+    eigenvalues: list[float]
+    smallest: float
+    trace: float
+    effective_dimension: list[EffectiveDimension]
+
+
 def describe_spectrum(
     kernel: str, top: int, alphas: Sequence[float] | None, memory: int | str | None
-) -> dict[str, Any]:
+) -> SpectrumReport:
     """Leading eigenvalues of a kernel on disk, and its effective dimension at some alphas."""
     if top < 1:
         raise InvalidRequestError(f"--top {top}: must be an integer of at least 1 (top=)")
@@ -123,13 +145,14 @@ def describe_spectrum(
     # A kernel of zeros has no share of its largest eigenvalue.
     shares = [largest * share for share in SHARES] if largest else []
     taken = shares if alphas is None else checked_alphas(alphas, "eigh")
-    return {
-        "kernel": kernel,
-        "rows": len(values),
-        "eigenvalues": values[:top].tolist(),
-        "smallest": float(values[-1]),
-        "trace": float(values.sum()),
-        "effective_dimension": [
-            {"alpha": float(alpha), "dimension": float((clipped / (clipped + alpha)).sum())} for alpha in taken
+    return SpectrumReport(
+        kernel=kernel,
+        rows=len(values),
+        eigenvalues=values[:top].tolist(),
+        smallest=float(values[-1]),
+        trace=float(values.sum()),
+        effective_dimension=[
+            EffectiveDimension(alpha=float(alpha), dimension=float((clipped / (clipped + alpha)).sum()))
+            for alpha in taken
         ],
-    }
+    )

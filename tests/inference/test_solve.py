@@ -872,7 +872,7 @@ def test_a_constant_output_and_a_kernel_of_zeros_are_no_division_by_zero(tmp_pat
     assert KernelRidge(1.0).fit(np.eye(2), np.zeros(2)).score(np.eye(2), np.zeros(2)) == 1.0
     store = store_of(np.zeros((3, 1, 2)), tmp_path / "s")
     jacstore.gram(store, None, tmp_path / "k")
-    assert describe_spectrum(str(tmp_path / "k"), 2, None, None)["effective_dimension"] == []
+    assert describe_spectrum(str(tmp_path / "k"), 2, None, None).effective_dimension == []
 
 
 # --- arguments of other kinds -----------------------------------------------------------------------------------------
