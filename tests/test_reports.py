@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -14,6 +16,9 @@ import jacstore
 from helpers_process import write_target
 from jacstore.base.schema import Reported
 from jacstore.cli.commands import main
+from jacstore.cli.predict import predict
+from jacstore.cli.reports import CleanReport, PredictReport, SampleReport
+from jacstore.inference.factorize import SpectrumReport, describe_spectrum
 from jacstore.kernels.gram import plan_for
 from jacstore.kernels.plan.reports import GramForecast, GramReport, KernelInfo
 from jacstore.rows.build import plan_build
@@ -33,6 +38,8 @@ def place(tmp_path_factory):
 def values(place):
     """Each kind of report, and the command that prints it."""
     target, store, kernel = place
+    predicting = [kernel.path, kernel.path, *(str(target.parent / f"{name}.npy") for name in ("labels", "predicted"))]
+    np.save(predicting[2], np.arange(10) % 3)
     new = ["--out", str(target.parent / "new")]
     return {
         BuildReport: (store.built, ["build", str(target), "--out", store.path]),
@@ -41,6 +48,16 @@ def values(place):
         GramReport: (kernel.assembled, ["gram", store.path, "--out", kernel.path]),
         GramForecast: (plan_for(store, out=target.parent / "new"), ["gram", store.path, *new, "--dry-run"]),
         KernelInfo: (kernel.summary(), ["info", kernel.path]),
+        SpectrumReport: (describe_spectrum(kernel.path, 3, None, None), ["spectrum", kernel.path]),
+        PredictReport: (
+            predict(*predicting, alpha="0.1"),
+            ["predict", *predicting[:2], "--labels", predicting[2], "--out", predicting[3], "--alpha", "0.1"],
+        ),
+        SampleReport: (
+            SampleReport(file="", samples=1, parameters=1, passes=0.0, seconds_total=0.0),
+            ["sample", store.path, "--alpha", "1", "--n", "2", "--key", "3", "--out", str(target.parent / "drawn.npy")],
+        ),
+        CleanReport: (CleanReport(kernel="", removed=[], bytes_freed=0), ["clean", kernel.path]),
     }
 
 
@@ -77,6 +94,57 @@ def test_a_build_of_pytorch_reports_all_that_a_build_does():
     assert set(report) - {one.name for one in fields(BuildReport)} == {
         *("seconds_start", "seconds_audit", "examples_audited", "vmap")
     }
+
+
+# Who may return a plain dict: JSON that was read or is about to be written, and what is promised to users.
+OF_JSON = {
+    "base.schema.parse",
+    "storage.ledger.read_json",
+    "storage.ledger.Ledger.read",
+    "storage.zarr_group.read_attributes",
+    # what the file of a lock says
+    "base.machine.this_process",
+    # a record as it was written, with the facts of whoever wrote it
+    "store.reader.JacobianStore.record",
+    # requests, as they stand in attributes and are compared field by field
+    "problem.fingerprint.requested",
+    "problem.problem.Prepared.requested_like",
+    "rows.torch.network.requested",
+    "store.writer.request_of",
+    "cli.terminal.to_dict",
+}
+PROMISED = {
+    *(f"store.reader.JacobianStore.{name}" for name in ("report", "info", "numerics", "rounding")),
+    *(f"kernels.kernel.Kernel.{name}" for name in ("report", "info", "numerics")),
+    # scikit-learn's convention
+    "inference.kernel_ridge.KernelRidge.get_params",
+}
+
+
+def functions(node, names):
+    """Each function below a node of syntax, with its name from the module on."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.FunctionDef | ast.ClassDef):
+            yield from functions(child, names)
+            continue
+        if isinstance(child, ast.FunctionDef):
+            yield ".".join([*names, child.name]), child
+        yield from functions(child, [*names, child.name])
+
+
+def test_public_functions_return_values_and_plain_dicts_only_at_the_edge_of_json():
+    package = Path(jacstore.__file__).parent
+    found = {
+        name
+        for path in package.rglob("*.py")
+        for name, function in functions(
+            ast.parse(path.read_text(encoding="utf-8")), path.relative_to(package).with_suffix("").parts
+        )
+        if function.returns is not None
+        and "dict[str, Any]" in ast.unparse(function.returns)
+        and not any(part.startswith("_") for part in name.split("."))
+    }
+    assert {name for name in found if not name.endswith(".to_dict")} | {"cli.terminal.to_dict"} == OF_JSON | PROMISED
 
 
 def test_what_was_validated_is_used_and_not_looked_up_by_key_again():

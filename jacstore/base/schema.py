@@ -30,7 +30,11 @@ class Open:
 
 
 class Reported:
-    """A dataclass that is told to users: its fields are the keys of a JSON object."""
+    """A dataclass that is told to users: its fields are the keys of a JSON object.
+
+    Functions return such values, and `to_dict` is called where JSON is written. The attributes `report` and `numerics`
+    and the method `info` of stores and kernels, and `rounding` of stores, are dicts, as they have been promised.
+    """
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""

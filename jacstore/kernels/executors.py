@@ -18,6 +18,7 @@ from jacstore.base.events import ItemDone, Listener
 from jacstore.errors import InvalidRequestError, RunInterruptedError
 from jacstore.kernels.context import Work
 from jacstore.kernels.item import run_item
+from jacstore.kernels.plan.reports import ItemResult
 
 # How long an interrupted run waits for its workers to save what they have; one that stands still may not come back.
 ENDING_SECONDS = 60.0
@@ -25,11 +26,11 @@ ENDING_SECONDS = 60.0
 ITEMS_ALIVE = 2
 
 
-def on_threads(work: Work, todo: list[int], listener: Listener, stop: Callable[[], bool]) -> list[dict[str, Any]]:
+def on_threads(work: Work, todo: list[int], listener: Listener, stop: Callable[[], bool]) -> list[ItemResult]:
     """One item after the other, each on all cores: BLAS has the threads. Small items are written meanwhile."""
     abandoned, running = threading.Event(), threading.Semaphore(ITEMS_ALIVE)
 
-    def one(number: int) -> dict[str, Any]:
+    def one(number: int) -> ItemResult:
         with running:
             if stop() or abandoned.is_set():
                 raise RunInterruptedError("interrupted before an item")
@@ -51,7 +52,7 @@ def on_threads(work: Work, todo: list[int], listener: Listener, stop: Callable[[
 
 def on_cluster(
     client: Any, work: Work, todo: list[int], listener: Listener, stop: Callable[[], bool]
-) -> list[dict[str, Any]]:
+) -> list[ItemResult]:
     """Items on worker processes; a worker that dies is replaced and its items run again."""
     token = os.urandom(4).hex()
     futures = [
@@ -60,7 +61,7 @@ def on_cluster(
     done: SimpleQueue[Any] = SimpleQueue()
     for future in futures:
         future.add_done_callback(done.put)
-    results: list[dict[str, Any]] = []
+    results: list[ItemResult] = []
     try:
         while len(results) < len(futures):
             if stop():
@@ -68,7 +69,7 @@ def on_cluster(
             # Signals are noticed between waits.
             with contextlib.suppress(Empty):
                 results.append(_result(done.get(timeout=0.2)))
-                listener(ItemDone(item=results[-1]["item"]))
+                listener(ItemDone(item=results[-1].item))
     except BaseException:
         # Work that has begun cannot be cancelled: it is told to end, and waited for.
         work.announce_end()
@@ -82,9 +83,9 @@ def on_cluster(
     return results
 
 
-def _result(future: Any) -> dict[str, Any]:
+def _result(future: Any) -> ItemResult:
     try:
-        found: dict[str, Any] = future.result()
+        found: ItemResult = future.result()
     except KilledWorker as error:
         raise InvalidRequestError(
             f"an item's worker died again and again ({error.last_worker}), most often for want of memory; give less "

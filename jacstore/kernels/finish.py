@@ -16,7 +16,8 @@ from jacstore.errors import DamagedDataError
 from jacstore.kernels.context import Work
 from jacstore.kernels.diagonal import require_right
 from jacstore.kernels.engines.blas import symmetrize
-from jacstore.kernels.kernel import Kernel
+from jacstore.kernels.kernel import Kernel, TilesRecord
+from jacstore.kernels.plan.reports import Spent
 from jacstore.storage.chunks import raw
 
 
@@ -35,12 +36,13 @@ def partial_name(item: int) -> str:
 def write_tiles(work: Work, group: int, leaf: int, tiles: Any) -> None:
     """Write the tiles of a group for one leaf and mark them as finished."""
     kernel, number = work.kernel, group * len(work.kernel.layouts) + leaf
-    records, off, count = store_tiles(work, leaf, tiles)
-    kernel.ledger.record("tiles", number, {"tiles": count, "diagonal_error": off, "files": records})
+    stored = store_tiles(work, leaf, tiles)
+    record = {"tiles": stored.tiles, "diagonal_error": stored.diagonal_error, "files": stored.files}
+    kernel.ledger.record("tiles", number, record)
 
 
-def store_tiles(work: Work, leaf: int, tiles: Any) -> tuple[dict[str, Any], float | None, int]:
-    """Write tiles; returns the records of their files, how far diagonals are from the exact norms, and a count.
+def store_tiles(work: Work, leaf: int, tiles: Any) -> TilesRecord:
+    """Write tiles; returns what their record says.
 
     Raises
     ------
@@ -48,7 +50,7 @@ def store_tiles(work: Work, leaf: int, tiles: Any) -> tuple[dict[str, Any], floa
         Naming the tile whose diagonal is further off than rounding explains; it is not written.
     """
     kernel = work.kernel
-    records: dict[str, Any] = {}
+    files: dict[str, Any] = {}
     count, off = 0, 0.0 if kernel.plan.symmetric else None
     for (i, j), total in tiles:
         tile = symmetrize(total) if kernel.plan.symmetric and i == j else total
@@ -57,13 +59,13 @@ def store_tiles(work: Work, leaf: int, tiles: Any) -> tuple[dict[str, Any], floa
             off = max(off or 0.0, require_right(work.diagonal.compare(leaf, i, tile), where))
             if kernel.exact_diagonal:
                 work.diagonal.replace(leaf, i, tile)
-        records |= kernel.write_tile(leaf, i, j, tile)
+        files |= kernel.write_tile(leaf, i, j, tile)
         count += 1
-    kernel.files.sync_folders(records)
-    return records, off, count
+    kernel.files.sync_folders(files)
+    return TilesRecord(tiles=count, diagonal_error=off, files=files)
 
 
-def finish_group(work: Work, group: int, _after: Any = None) -> dict[str, Any]:
+def finish_group(work: Work, group: int) -> Spent:
     """Add up the partial sums of a group in item order and write its tiles."""
     kernel, plan = work.kernel, work.kernel.plan
     started = time.perf_counter()
@@ -89,7 +91,7 @@ def finish_group(work: Work, group: int, _after: Any = None) -> dict[str, Any]:
     write_tiles(work, group, 0, sums())
     for item in items:
         kernel.files.remove(partial_name(item.number))
-    return {"group": group, "seconds_write": time.perf_counter() - started}
+    return Spent(seconds_write=time.perf_counter() - started)
 
 
 def _partial_checksums(kernel: Kernel, item: int, n_tiles: int) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ from jacstore.kernels.lazy import as_mode, as_store, default_precision, made_ali
 from jacstore.kernels.metadata import check_plan_for
 from jacstore.kernels.plan.options import GramOptions
 from jacstore.kernels.plan.plan import GramPlan, Step
-from jacstore.kernels.plan.reports import GramForecast, GramReport
+from jacstore.kernels.plan.reports import GramForecast, GramReport, ItemResult, Spent
 from jacstore.kernels.plan.schedule import plan_gram, worker_parts
 from jacstore.kernels.plan.steps import plan_steps
 from jacstore.kernels.repair import repair_tiles
@@ -426,15 +426,14 @@ class _Job:
             todo = [n for n in mine if n not in done and items[n].group not in finished]
             tiles_before = tiles_done(kernel) - sum(map(len, damaged.values()))
             listener(Started(what="items", total=len(mine), done=len(mine) - len(todo)))
-            results = self._repair(work, damaged, listener, stop)
-            results += self._execute(work, todo, listener, stop)
-            results += self._finish(work, listener)
+            repaired = self._repair(work, damaged, listener, stop)
+            results = self._execute(work, todo, listener, stop)
+            spent = Spent.total([*repaired, *(r.spent for r in results), *self._finish(work, listener)])
             for folder in ("checkpoints", "partials"):
                 if isinstance(kernel.files, Folder):
                     kernel.files.remove_folder(folder)
         tiles_computed = tiles_done(kernel) - tiles_before
         stored = self.rows.bytes_decoded + (0 if self.cols is None else self.cols.bytes_decoded)
-        decoded = sum(r.get("decoded_bytes", 0) for r in results)
         kernel.assembled = GramReport(
             kernel=kernel.path,
             rows=kernel.shape[-2],
@@ -447,14 +446,14 @@ class _Job:
             items_total=len(items),
             items_computed=len(todo),
             items_reused=len(mine) - len(todo),
-            passes=decoded / stored,
-            bytes_read=sum(r.get("bytes_read", 0) for r in results),
+            passes=spent.decoded_bytes / stored,
+            bytes_read=spent.bytes_read,
             flops=plan.flops * len(todo) // len(items),
             seconds_total=time.perf_counter() - started,
-            seconds_read=sum(r.get("seconds_read", 0.0) for r in results),
-            seconds_compute=sum(r.get("seconds_compute", 0.0) for r in results),
-            seconds_write=sum(r.get("seconds_write", 0.0) for r in results),
-            peak_rss=max([machine.peak_rss(), *(r.get("peak_rss", 0) for r in results)]),
+            seconds_read=spent.seconds_read,
+            seconds_compute=spent.seconds_compute,
+            seconds_write=spent.seconds_write,
+            peak_rss=max([machine.peak_rss(), *(r.peak_rss for r in results)]),
             engine=kernel.engine,
             schedule=plan.schedule,
             expected_passes=plan.passes,
@@ -464,7 +463,7 @@ class _Job:
 
     def _repair(
         self, work: Work, damaged: dict[int, list[tuple[int, int]]], listener: Listener, stop: Callable[[], bool]
-    ) -> list[dict[str, Any]]:
+    ) -> list[Spent]:
         """Recompute damaged tiles of finished groups; another part may be doing so."""
         kernel, results = work.kernel, []
         for number, tiles in damaged.items():
@@ -481,9 +480,7 @@ class _Job:
 
         return resident_bytes(self.device_memory)
 
-    def _execute(
-        self, work: Work, todo: list[int], listener: Listener, stop: Callable[[], bool]
-    ) -> list[dict[str, Any]]:
+    def _execute(self, work: Work, todo: list[int], listener: Listener, stop: Callable[[], bool]) -> list[ItemResult]:
         if not todo:
             return []
         if self.scheduler == "threads":
@@ -491,7 +488,7 @@ class _Job:
         with cluster_at(self.scheduler, min(self.share, len(todo))) as client:
             return on_cluster(client, work, todo, listener, stop)
 
-    def _finish(self, work: Work, listener: Listener) -> list[dict[str, Any]]:
+    def _finish(self, work: Work, listener: Listener) -> list[Spent]:
         """Add up partial sums of groups whose items are all done; another part may be doing so."""
         kernel, results = work.kernel, []
         done, finished = items_done(work), finished_groups(kernel)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from jacstore.errors import JacstoreError, RunInterruptedError
 from jacstore.kernels.context import Work
 from jacstore.kernels.finish import partial_name, write_tiles
 from jacstore.kernels.plan.plan import GramPlan, Item, Step
+from jacstore.kernels.plan.reports import ItemResult, Spent
 from jacstore.kernels.slabs import Slabs, column_starts, group_ranges
 from jacstore.storage.checkpoints import Checkpoints, NoCheckpoints, write_sums
 from jacstore.store.reader import JacobianStore
@@ -31,8 +33,8 @@ from jacstore.terms.kinds import Leaf
 
 def run_item(
     work: Work, number: int, listener: Listener = silent, stop: Callable[[], bool] = lambda: False
-) -> dict[str, Any]:
-    """Compute one item and leave its result on disk; returns counts and seconds.
+) -> ItemResult:
+    """Compute one item and leave its sums on disk; returns counts and seconds.
 
     An item may run twice, after a worker died: it writes the same bytes to the same places.
     """
@@ -66,24 +68,34 @@ class ItemRun:
         if self.kernel.leaves:
             self.leaves = _leaf_ranges(work.rows, self.plan, item)
             self.empty_leaves = _empty_leaves(work.rows, item)
-        self.partial_facts: dict[str, Any] = {}
+        self.partial_sums: dict[str, list[int]] = {}
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> ItemResult:
         # Numbers beyond their type become infinite; the comparison with the norms names them.
         with np.errstate(over="ignore", invalid="ignore"):
             # One item computes while another one writes.
             with self.work.turn:
-                totals, counts = self._compute()
+                totals, read = self._compute()
             if not self.kernel.leaves:
                 self._finish_leaf(0, totals)
         if self.plan.resident:
             self.work.spare.extend(total for total in totals if isinstance(total, np.ndarray))
-        facts = {**counts, **self.times}
-        self.kernel.ledger.record("item", self.item.number, {**facts, **self.partial_facts})
+        spent = self._with_times(read)
+        self.kernel.ledger.record("item", self.item.number, {**spent.to_dict(), **self.partial_sums})
         self.checkpoints.clear()
-        return {"item": self.item.number, "peak_rss": machine.peak_rss(), **facts}
+        return ItemResult(item=self.item.number, peak_rss=machine.peak_rss(), spent=spent)
 
-    def _compute(self) -> tuple[list[Any], dict[str, int]]:
+    def _with_times(self, read: Spent) -> Spent:
+        """What was read, with the seconds that all of it took."""
+        times = self.times
+        return replace(
+            read,
+            seconds_read=times["seconds_read"],
+            seconds_compute=times["seconds_compute"],
+            seconds_write=times["seconds_write"],
+        )
+
+    def _compute(self) -> tuple[list[Any], Spent]:
         """Sums of all tiles, and what was read; kernels that are kept leaf by leaf are written meanwhile."""
         read_before = self._bytes()
         slabs = self.plan.slabs(self.item.columns)
@@ -99,7 +111,7 @@ class ItemRun:
                 totals = self._add_step(number, totals)
                 self._checkpoint(index + 1, n_work, totals)
         files_read, decoded = (after - before for after, before in zip(self._bytes(), read_before, strict=True))
-        return totals, {"bytes_read": files_read, "decoded_bytes": decoded, "slabs": n_work - first}
+        return totals, Spent(bytes_read=files_read, decoded_bytes=decoded, slabs=n_work - first)
 
     def _add_slabs(self, slabs: list[tuple[int, int]], first: int, totals: list[Any], n_work: int) -> list[Any]:
         """Add products of all columns stored as rows."""
@@ -246,7 +258,7 @@ class ItemRun:
         started = time.perf_counter()
         host = map(self.engine.fetch, totals)
         if len(self.plan.splits) > 1 and not self.kernel.leaves:
-            self.partial_facts = {"checksums": write_sums(self.kernel, partial_name(self.item.number), host)}
+            self.partial_sums = {"checksums": write_sums(self.kernel, partial_name(self.item.number), host)}
         else:
             write_tiles(self.work, self.item.group, leaf, zip(self.tiles, host, strict=True))
         self.times["seconds_write"] += time.perf_counter() - started

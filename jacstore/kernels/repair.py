@@ -13,6 +13,7 @@ from jacstore.kernels.context import Work
 from jacstore.kernels.finish import store_tiles
 from jacstore.kernels.item import ItemRun
 from jacstore.kernels.plan.plan import Group, Item
+from jacstore.kernels.plan.reports import Spent
 from jacstore.storage.checkpoints import NoCheckpoints
 
 
@@ -27,12 +28,12 @@ class _Repair(ItemRun):
         self.checkpoints = NoCheckpoints()
         self.found: list[np.ndarray] = []
 
-    def totals(self) -> tuple[list[np.ndarray], dict[str, Any]]:
+    def totals(self) -> tuple[list[np.ndarray], Spent]:
         """Sums of the tiles over this item's columns, none where they belong to another leaf; and what was read."""
-        totals, counts = self._compute()
+        totals, read = self._compute()
         if not self.kernel.leaves:
             self._finish_leaf(0, totals)
-        return self.found, {**counts, **self.times}
+        return self.found, self._with_times(read)
 
     def _finish_leaf(self, leaf: int, totals: list[Any]) -> None:
         if leaf == self.array:
@@ -45,18 +46,18 @@ def repair_tiles(
     tiles: list[tuple[int, int]],
     listener: Listener = silent,
     stop: Callable[[], bool] = lambda: False,
-) -> dict[str, Any]:
+) -> Spent:
     """Recompute some tiles of a finished group, and only those; the record of the others stays as it is."""
     kernel, plan = work.kernel, work.kernel.plan
     group, array = divmod(number, len(kernel.layouts))
     totals: list[np.ndarray] = []
-    facts: dict[str, Any] = {}
+    spent: list[Spent] = []
     # The number of threads decides about bits.
     with blas_threads(work.item_threads()):
         for item in plan.items_of(group):
             repair = _Repair(work, item, array, tiles, listener=listener, stop=stop)
-            found, counts = repair.totals()
-            facts = {key: facts.get(key, 0) + value for key, value in counts.items()}
+            found, once = repair.totals()
+            spent.append(once)
             # In item order, as they are added up when a group is finished.
             if found and len(plan.splits) > 1 and not kernel.leaves:
                 totals = totals or [np.zeros_like(part) for part in found]
@@ -67,8 +68,11 @@ def repair_tiles(
     for i, j in tiles:
         # Should this attempt die while writing, the next one looks again.
         kernel.mark(array, i, j)
-    files, off, _ = store_tiles(work, array, zip(tiles, totals, strict=True))
+    again = store_tiles(work, array, zip(tiles, totals, strict=True))
+    off = again.diagonal_error
     off = None if off is None else max(off, record.get("diagonal_error") or 0.0)
-    kernel.ledger.record("tiles", number, {**record, "diagonal_error": off, "files": {**record["files"], **files}})
+    kernel.ledger.record(
+        "tiles", number, {**record, "diagonal_error": off, "files": {**record["files"], **again.files}}
+    )
     kernel.ledger.forget("suspect", number)
-    return {**facts, "tiles": len(tiles)}
+    return Spent.total(spent)

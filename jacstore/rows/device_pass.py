@@ -186,7 +186,7 @@ class DevicePass:
             ) from error
         return outputs, [self._rounded(row) for row in rows], factors, [_partial_squares(row) for row in rows]
 
-    def _finished(self, factors: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+    def _finished(self, factors: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], list[Any]]:
         """Factors whose stored type is another, and partial norms of the leaves that they make."""
         integers = {operand.name for operand in self.cut.operands if operand.integers}
         other = {name: self._rounded(v) for name, v in factors.items() if name not in integers}

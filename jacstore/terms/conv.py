@@ -140,7 +140,7 @@ class Conv(Factored):
         """A convolution without groups as the product of its patches with cotangents."""
         return Dot(inputs=f"patches of {self.inputs}", cotangents=self.cotangents, scale=self.scale, views=())
 
-    def patch_operands(self, operands: Operands) -> dict[str, Any]:
+    def patch_operands(self, operands: Operands) -> Operands:
         return {f"patches of {self.inputs}": self.patches(operands[self.inputs])}
 
     # ---------------------------------------------------------------------------------------------- products of pairs

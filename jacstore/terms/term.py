@@ -247,7 +247,7 @@ class Factored:
         """The term `for_slabs` of some channels of its cotangents."""
         return self
 
-    def patch_operands(self, operands: Operands) -> dict[str, Any]:
+    def patch_operands(self, operands: Operands) -> Operands:
         """What is worth cutting out of the inputs once, if rows are formed a few channels at a time."""
         return {}
 

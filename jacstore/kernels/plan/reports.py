@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from jacstore.base.schema import Reported
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spent(Reported):
+    """What work on tiles read, and how long it took; the fields are also those of an item's record."""
+
+    bytes_read: int = 0
+    decoded_bytes: int = 0
+    slabs: int = 0
+    seconds_read: float = 0.0
+    seconds_compute: float = 0.0
+    seconds_write: float = 0.0
+
+    @staticmethod
+    def total(parts: Iterable[Spent]) -> Spent:
+        """All of it together."""
+        every = list(parts)
+        return Spent(**{one.name: sum(getattr(part, one.name) for part in every) for one in fields(Spent)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ItemResult:
+    """What comes back from the process that computed an item; its sums are on disk."""
+
+    item: int
+    peak_rss: int
+    spent: Spent
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,7 +50,7 @@ class Cut:
 
     def __call__(
         self, selected: list[Any], rest: list[Any], example: Any, cotangents: Any
-    ) -> tuple[Any, dict[str, Any], list[Any]]:
+    ) -> tuple[Any, dict[str, jax.Array], list[Any]]:
         """Compute for one example outputs `(K,)`, operands, and rows `(k, size)` of the leaves stored as rows.
 
         `cotangents` is `(k, K)`; operands that are cotangents have a leading k.
