@@ -11,15 +11,26 @@ import click
 from jacstore.cli import text
 from jacstore.cli.flags import flags_of
 from jacstore.cli.reports import CleanReport, PredictReport, SampleReport
-from jacstore.cli.terminal import Lines, OneLineErrors, Shared, Stop, Words, common, interruptible, run, with_warnings
+from jacstore.cli.terminal import (
+    Lines,
+    OneLineErrors,
+    Shared,
+    Stop,
+    Words,
+    WordsOf,
+    common,
+    interruptible,
+    run,
+    with_warnings,
+)
 from jacstore.kernels.plan.options import GramOptions
 from jacstore.rows.options import BuildOptions
 
 if TYPE_CHECKING:
     from jacstore.inference.factorize import SpectrumReport
 
-# The words of flags whose modules take seconds to import; tests/cli/test_cli.py compares them with what those allow.
-LIKELIHOODS = Words("gaussian", "softmax")
+# The words of flags whose modules take long to import; tests/cli/test_cli.py compares them with what those allow.
+LIKELIHOODS = WordsOf("operators.likelihoods", "LIKELIHOODS")
 PRODUCT_PRECISIONS = Words("float64", "float32")
 METHODS = Words("auto", "perturb", "cg", "eigh", "lanczos", "ciq-dual", "ciq-primal", "ggn")
 

@@ -137,6 +137,24 @@ class Words(click.Choice):
         raise InvalidRequestError(f"{flag} {value}: allowed are {', '.join(self.choices)}{keyword}")
 
 
+class WordsOf(Words):
+    """The words that a module holds by this name; it is loaded when the flag is used or explained."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self._module, self._name = module, name
+        super().__init__()
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        import importlib
+
+        return tuple(getattr(importlib.import_module(f"jacstore.{self._module}"), self._name))
+
+    @choices.setter
+    def choices(self, _: Any) -> None:
+        """Left as it is: Click sets it once, to nothing."""
+
+
 class OneLineErrors(click.Group):
     """A group whose usage errors are one line, like all others."""
 

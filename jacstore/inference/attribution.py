@@ -21,7 +21,6 @@ from typing import Any
 import dask.array as da
 import numpy as np
 from dask.base import compute
-from scipy.special import softmax
 
 from jacstore.errors import InvalidRequestError
 from jacstore.inference.kernel_factor import KernelFactor
@@ -29,9 +28,8 @@ from jacstore.inference.kernel_matrix import KernelMatrix, as_columns, cross_gra
 from jacstore.inference.linalg.cholesky_eigh import PANEL
 from jacstore.inference.weighted_kernels import whole_examples
 from jacstore.kernels.kernel import Kernel
+from jacstore.operators.likelihoods import LIKELIHOODS
 from jacstore.storage.indexing import resolve
-
-LOSSES = ("squared", "softmax")
 
 
 def loss_gradients(outputs: Any, targets: Any, loss: str = "softmax") -> np.ndarray:
@@ -44,9 +42,10 @@ def loss_gradients(outputs: Any, targets: Any, loss: str = "softmax") -> np.ndar
     loss
         softmax: cross-entropy of the softmax of the outputs; squared: `|f - y|² / 2`.
     """
-    if loss not in LOSSES:
+    of_losses = {one.loss: one for one in LIKELIHOODS.values()}
+    if loss not in of_losses:
         raise InvalidRequestError(
-            f"loss={loss!r}: allowed are {', '.join(LOSSES)}; for others give dloss/df (N, K) itself"
+            f"loss={loss!r}: allowed are {', '.join(of_losses)}; for others give dloss/df (N, K) itself"
         )
     f, y = np.asarray(outputs, np.float64), np.asarray(targets)
     if f.ndim != 2:
@@ -57,7 +56,7 @@ def loss_gradients(outputs: Any, targets: Any, loss: str = "softmax") -> np.ndar
         raise InvalidRequestError(
             f"targets have shape {y.shape}; allowed are labels ({len(f)},) below {f.shape[1]}, or {f.shape}"
         )
-    return (softmax(f, axis=1) if loss == "softmax" else f) - y
+    return of_losses[loss].gradient(f, y)
 
 
 def gradient_dot(

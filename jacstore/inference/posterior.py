@@ -38,7 +38,7 @@ from jacstore.inference.sampling_methods import (
 from jacstore.kernels.kernel import Kernel, open_kernel
 from jacstore.kernels.lazy import as_store
 from jacstore.operators.ggn_matrix import ggn
-from jacstore.operators.likelihoods import LIKELIHOODS
+from jacstore.operators.likelihoods import likelihood_of
 from jacstore.operators.stored import JacobianOperator
 from jacstore.storage.sample_files import SampleFile, kept_in
 from jacstore.store.reader import JacobianStore
@@ -166,9 +166,7 @@ class _Plan:
         alpha = checked_alpha(alpha)
         if error is not None and not 0 < error < 1:
             raise InvalidRequestError(f"--error {error}: allowed are numbers between 0 and 1 (error=)")
-        if not isinstance(likelihood, str):
-            given = type(likelihood).__name__
-            raise InvalidRequestError(f"--likelihood {given}: allowed are {', '.join(LIKELIHOODS)} (likelihood=)")
+        likelihood_of(likelihood)
         if q is not None and method not in BY_QUADRATURE:
             raise InvalidRequestError(
                 f"--q: method {method} has no quadrature points; methods {', '.join(BY_QUADRATURE)} do (q=)"

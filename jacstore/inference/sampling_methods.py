@@ -30,19 +30,21 @@ from jacstore.inference.linalg.cholesky_eigh import Cholesky, bytes_needed, chol
 from jacstore.inference.linalg.lanczos import lanczos_function, largest_eigenvalue, shifted_cg
 from jacstore.inference.linalg.quadrature import Quadrature, points, quadrature
 from jacstore.inference.weighted_kernels import likelihood_roots, weighted
+from jacstore.operators.likelihoods import likelihood_of
 
 # A tolerance beyond which float64 recurrences gain nothing.
 SMALLEST_TOLERANCE = 1e-12
 
 
 class WeightedJacobian:
-    """`Lᵀ J` for `Λ = L Lᵀ`, one block of Λ per example; J itself for a Gaussian likelihood."""
+    """`Lᵀ J` for `Λ = L Lᵀ`, one block of Λ per example; J itself where Λ is the identity."""
 
     def __init__(self, jacobian: Any, likelihood: str) -> None:
         self.jacobian, self.likelihood = jacobian, likelihood
         self.shape: tuple[int, int] = jacobian.shape
         jacobian.weights(likelihood)  # refuses stores without such a likelihood
-        self.roots = None if likelihood == "gaussian" else likelihood_roots(jacobian.store.outputs, likelihood)
+        constant = likelihood_of(likelihood).constant
+        self.roots = None if constant else likelihood_roots(jacobian.store.outputs, likelihood)
 
     def times(self, columns: np.ndarray) -> np.ndarray:
         """`Lᵀ J columns` `(R, m)`: one pass."""

@@ -14,35 +14,26 @@ from typing import Any
 
 import dask.array as da
 import numpy as np
-from scipy.special import softmax
 
 from jacstore.base.precision import ROUNDOFF
 from jacstore.errors import InvalidRequestError
 from jacstore.inference.kernel_matrix import PRODUCTS, KernelMatrix
 from jacstore.kernels.kernel import Kernel, open_kernel
 from jacstore.kernels.lazy import described
-from jacstore.operators.likelihoods import LIKELIHOODS
+from jacstore.operators.likelihoods import likelihood_of
 
 SIDES = ("both", "columns", "rows")
 
 
 def likelihood_roots(outputs: Any, likelihood: str = "softmax") -> np.ndarray:
-    """`L` `(N, K, K)` with `L Lᵀ` the second derivative of the negative log-likelihood by the outputs `(N, K)`.
-
-    softmax: `diag(sqrt p) - p sqrt(p)ᵀ`; gaussian, of unit variance: the identity.
-    """
-    if likelihood not in LIKELIHOODS:
-        raise InvalidRequestError(f"likelihood={likelihood!r}: allowed are {', '.join(LIKELIHOODS)}")
+    """`L` `(N, K, K)` with `L Lᵀ = Λ`, the curvature of a likelihood at outputs `(N, K)`, checked."""
+    chosen = likelihood_of(likelihood)
     values = np.asarray(outputs, np.float64)
     if values.ndim != 2 or not np.isfinite(values).all():
         raise InvalidRequestError(
             f"outputs of shape {values.shape}; allowed are finite numbers (N, K), such as store.outputs"
         )
-    if likelihood == "gaussian":
-        return np.broadcast_to(np.eye(values.shape[1]), (*values.shape, values.shape[1]))
-    p = softmax(values, axis=1)
-    root = np.sqrt(p)
-    return root[:, :, None] * np.eye(values.shape[1]) - p[:, :, None] * root[:, None, :]
+    return chosen.root(values)
 
 
 def weighted(kernel: Any, outputs: Any, likelihood: str = "softmax", sides: str = "both") -> da.Array:

@@ -124,7 +124,7 @@ def _plan(jacobian: JacobianOperator, weights: Weights) -> _Plan:
     room = jacobian.room(8 * p * p + item * p * min(p, COLUMNS))
     # Rows, their products with Λ, and one leaf's rows while they are formed; Λ that is not the identity is applied in
     # float64, with a term of as many numbers beside it.
-    row_bytes = (3 * item if weights.values is None else 2 * item + 16) * p * k
+    row_bytes = (3 * item if weights.identity else 2 * item + 16) * p * k
     if row_bytes + read > room:
         needed = jacobian.memory - room + row_bytes + read
         raise InvalidRequestError(

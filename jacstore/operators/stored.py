@@ -21,7 +21,7 @@ from jacstore.base.machine import format_size
 from jacstore.errors import InvalidRequestError, RequestMismatchError
 from jacstore.kernels.kernel import Kernel, open_kernel
 from jacstore.kernels.lazy import as_store, default_precision
-from jacstore.operators.likelihoods import Weights, given_weights, likelihood_weights
+from jacstore.operators.likelihoods import Weights, given_weights, likelihood_of
 from jacstore.operators.panels import Panel, chosen_leaves, panels
 from jacstore.operators.parameter_columns import ParameterColumns
 from jacstore.operators.streams import Job, chosen_examples, chunks, count, job_bytes, stream
@@ -251,9 +251,10 @@ class JacobianOperator(LinearOperator, ParameterColumns):
     def weights(self, given: Any = None) -> Weights:
         """Λ of the chosen examples from what `ggn` takes."""
         if given is None or isinstance(given, str):
-            chosen = given or "gaussian"
-            outputs = self.store.outputs[self.examples] if chosen == "softmax" else np.empty((0, 1))
-            return likelihood_weights(chosen, outputs, self.store.requested.get("outputs", "all") == "all")
+            likelihood = likelihood_of("gaussian" if given is None else given)
+            outputs = np.empty((0, 1)) if likelihood.constant else self.store.outputs[self.examples]
+            likelihood.require(outputs, self.store.requested.get("outputs", "all") == "all")
+            return likelihood.curvature(outputs.astype(np.float64))
         return given_weights(given, len(self.examples), self.store.n_outputs)
 
 
