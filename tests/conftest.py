@@ -5,13 +5,16 @@ A landing is judged alike twice; `--hypothesis-profile random` explores.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import settings
+
+from helpers_limits import limited
 
 # Workers side by side share the cores: more BLAS threads than cores wait for each other, spinning.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -31,6 +34,13 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled.name
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+
+@pytest.fixture
+def limits() -> Iterator[Callable[..., None]]:
+    """Give fields of `LIMITS` other values for the length of a test: `limits(slab_columns=14)`."""
+    with contextlib.ExitStack() as stack:
+        yield lambda **changes: stack.enter_context(limited(**changes))
 
 
 @pytest.fixture(autouse=True)

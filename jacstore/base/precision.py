@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jacstore.base.limits import SLAB_COLUMNS
+from jacstore.base.limits import LIMITS
 
 # Unit roundoff: the largest relative error of rounding to nearest.
 ROUNDOFF = {
@@ -85,7 +85,7 @@ def squares_bound(precision: str, engine: str, n_columns: int) -> float:
 
 def _unit_and_depth(precision: str, engine: str, n_columns: int) -> tuple[float, int]:
     """Roundoff of products and how many of them are summed one after the other in their own type."""
-    depth = SUM_DEPTH[engine] if precision != "float64" else max(SUM_DEPTH[engine], n_columns // SLAB_COLUMNS)
+    depth = SUM_DEPTH[engine] if precision != "float64" else max(SUM_DEPTH[engine], n_columns // LIMITS.slab_columns)
     return ROUNDOFF["float64" if precision == "float64" else "float32"], min(depth, max(n_columns, 1))
 
 

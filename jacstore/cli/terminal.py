@@ -22,6 +22,7 @@ import click
 
 from jacstore.base import leaving
 from jacstore.base.events import BatchDone, Event, ItemDone, SlabDone, Started, UnitDone, Waiting
+from jacstore.base.limits import LIMITS
 from jacstore.errors import DamagedDataError, InvalidRequestError, JacstoreError, one_line, printable
 
 T = TypeVar("T")
@@ -66,8 +67,6 @@ class Stop:
 
 class Lines:
     """A progress listener: a bar on a terminal, a line every few seconds elsewhere; always on stderr."""
-
-    SECONDS_BETWEEN = 5.0
 
     def __init__(self, quiet: bool) -> None:
         self.quiet = quiet
@@ -115,7 +114,7 @@ class Lines:
             text += f" and {self.small} {'examples' if self.what == 'units' else 'slabs'} of the next"
         if self._bar is not None:
             self._bar.update(self._task, completed=self.done, text=text)
-        elif self.what and time.monotonic() - self.shown > self.SECONDS_BETWEEN:
+        elif self.what and time.monotonic() - self.shown > LIMITS.progress_seconds:
             self.shown = time.monotonic()
             click.echo(f"{text}, {self.shown - self.started:.0f} s", err=True)
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from jacstore.base import machine
 from jacstore.base.events import silent
+from jacstore.base.limits import LIMITS
 from jacstore.base.machine import format_size
 from jacstore.errors import DamagedDataError, InvalidRequestError, LockedError
 from jacstore.kernels.kernel import Kernel, open_kernel
@@ -34,8 +35,6 @@ from jacstore.storage.kept_arrays import (
     record_kind,
 )
 from jacstore.storage.ledger import Lock, sweep
-
-SQUARE = 2048
 
 
 class KeptFactor:
@@ -63,7 +62,7 @@ class KeptFactor:
         return ArrayLayout(
             name=f"{FACTORS}/{name}",
             shape=(self.rows,) * axes,
-            piece=(min(SQUARE, self.rows),) * axes,
+            piece=(min(LIMITS.kept_square, self.rows),) * axes,
             per_file=(1,) * axes,
             dtype="float64",
             codec="none",

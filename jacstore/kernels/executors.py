@@ -15,13 +15,12 @@ from dask.threaded import get
 from distributed import Client, KilledWorker, LocalCluster, Nanny, wait
 
 from jacstore.base.events import ItemDone, Listener
+from jacstore.base.limits import LIMITS
 from jacstore.errors import InvalidRequestError, RunInterruptedError
 from jacstore.kernels.context import Work
 from jacstore.kernels.item import run_item
 from jacstore.kernels.plan.reports import ItemResult
 
-# How long an interrupted run waits for its workers to save what they have; one that stands still may not come back.
-ENDING_SECONDS = 60.0
 # Items of this process at once where each is one tile: one computes, the other is written.
 ITEMS_ALIVE = 2
 
@@ -76,7 +75,7 @@ def on_cluster(
         begun = {key for keys in client.processing().values() for key in keys}
         client.cancel([future for future in futures if future.key not in begun])
         with contextlib.suppress(TimeoutError), client.as_current():
-            wait([future for future in futures if future.key in begun], timeout=ENDING_SECONDS)
+            wait([future for future in futures if future.key in begun], timeout=LIMITS.ending_seconds)
         raise
     finally:
         client.cancel(futures)

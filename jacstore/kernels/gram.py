@@ -20,7 +20,7 @@ import numpy as np
 from jacstore.base import machine
 from jacstore.base.budget import Budget
 from jacstore.base.events import Listener, Started, silent
-from jacstore.base.limits import BLAS_PRECISIONS
+from jacstore.base.limits import BLAS_PRECISIONS, LIMITS
 from jacstore.base.machine import format_size
 from jacstore.base.precision import entry_error
 from jacstore.errors import DamagedDataError, InvalidRequestError, LockedError
@@ -47,7 +47,6 @@ from jacstore.kernels.resume import (
     tiles_done,
 )
 from jacstore.storage import zarr_group
-from jacstore.storage.checkpoints import CHECKPOINT_SHARE, CHECKPOINT_SPEED
 from jacstore.storage.files import Files, Folder, refuse_address
 from jacstore.storage.kept_arrays import FACTORS
 from jacstore.storage.ledger import Lock, compare_requested
@@ -515,7 +514,7 @@ class _Job:
             sum(int(np.prod(plan.tile_shape(i, j))) for i, j in plan.tiles_of(group)) for group in plan.groups
         )
         seconds = max(plan.flops / speed, plan.bytes_expected / read_speed)
-        interval = accumulators / CHECKPOINT_SPEED / CHECKPOINT_SHARE
+        interval = accumulators / LIMITS.checkpoint_speed / LIMITS.checkpoint_share
         item_seconds = seconds / plan.n_items
         return GramForecast(
             kernel=self.out,

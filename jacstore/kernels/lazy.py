@@ -10,7 +10,7 @@ from typing import Any
 import dask.array as da
 import numpy as np
 
-from jacstore.base.limits import SLAB_COLUMNS
+from jacstore.base.limits import LIMITS
 from jacstore.base.modes import Mode
 from jacstore.base.options import parse_count
 from jacstore.base.precision import ROUNDOFF
@@ -128,7 +128,7 @@ class _ComputedKernel:
         with self.turn:
             for step in self.steps:
                 self._add_factors(engine, total, step, sides)
-            width = max(1, SLAB_COLUMNS // self.rows.side.piece_columns) * self.rows.side.piece_columns
+            width = max(1, LIMITS.slab_columns // self.rows.side.piece_columns) * self.rows.side.piece_columns
             for first, last in self.runs:
                 for a in range(first, last, width):
                     b = min(a + width, last)
@@ -150,7 +150,7 @@ class _ComputedKernel:
             spans = [slice(0, factors.n_examples) for factors in sets]
             engine.add_factors(self.mode, total, sets[0], spans[0], sets[-1], spans[-1])
         for index in step.expanded:
-            for slabs in expanded_slabs(leaves[index], read, SLAB_COLUMNS, patches_kept=False):
+            for slabs in expanded_slabs(leaves[index], read, LIMITS.slab_columns, patches_kept=False):
                 self._add_slabs(engine, total, slabs)
 
     def _add_slabs(self, engine: BlasEngine, total: np.ndarray, slabs: Sequence[np.ndarray]) -> None:

@@ -23,6 +23,7 @@ from scipy.sparse.linalg import LinearOperator
 from jacstore.base import machine
 from jacstore.base.budget import AUTODIFF, Budget
 from jacstore.base.devices import device_memory, on_accelerator, where_from
+from jacstore.base.limits import LIMITS
 from jacstore.base.machine import format_size
 from jacstore.base.options import parse_count
 from jacstore.errors import InvalidRequestError
@@ -35,8 +36,6 @@ from jacstore.problem.user_errors import naming
 
 Loss = Callable[[Any, Any], Any]
 LARGEST_BATCH = 256
-# Columns that go through one program together; their tangents and cotangents are alive at once.
-LARGEST_BLOCK = 16
 
 
 def jacobian_operator(
@@ -342,7 +341,7 @@ class _Programs:
 
     def _program(self, kind: str, n_columns: int) -> _Compiled:
         """The program for so many columns, with the largest batch and block that its memory allows."""
-        wanted = min(n_columns, LARGEST_BLOCK)
+        wanted = min(n_columns, LIMITS.columns_together)
         if (kind, wanted) in self._compiled:
             return self._compiled[kind, wanted]
         allowed = device_memory(None, self.budget)

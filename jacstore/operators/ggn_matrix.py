@@ -18,6 +18,7 @@ import numpy as np
 from crc32c import crc32c
 
 from jacstore.base.events import CheckpointDone, Listener, SlabDone, Started, silent
+from jacstore.base.limits import LIMITS
 from jacstore.base.machine import format_size
 from jacstore.base.schema import typed
 from jacstore.errors import DamagedDataError, InvalidRequestError, RunInterruptedError
@@ -33,10 +34,6 @@ from jacstore.storage.ledger import FOLDER, Checksum, Ledger, Lock, compare_requ
 from jacstore.store.reader import JacobianStore
 
 MATRIX = "ggn.npy"
-# Rows that are formed at once; a float32 sum over more would lose digits.
-ROWS = 4096
-# Columns of the matrix that are added at once.
-COLUMNS = 1024
 
 
 def ggn(
@@ -121,7 +118,7 @@ def _plan(jacobian: JacobianOperator, weights: Weights) -> _Plan:
     p, k, item = jacobian.shape[1], jacobian.store.n_outputs, jacobian.products.itemsize
     unit = jacobian.store.unit_size
     read = sum(panel.numbers for panel in jacobian.panels) * item * unit
-    room = jacobian.room(8 * p * p + item * p * min(p, COLUMNS))
+    room = jacobian.room(8 * p * p + item * p * min(p, LIMITS.ggn_columns))
     # Rows, their products with Λ, and one leaf's rows while they are formed; Λ that is not the identity is applied in
     # float64, with a term of as many numbers beside it.
     row_bytes = (3 * item if weights.identity else 2 * item + 16) * p * k
@@ -132,7 +129,7 @@ def _plan(jacobian: JacobianOperator, weights: Weights) -> _Plan:
             f"it {format_size(needed)}; give more (memory=), choose leaves (leaves=), or use operator(store).ggn()"
         )
     ahead = 2 * read + 64 * row_bytes <= room
-    formed = max(1, min(ROWS // k, (room - (1 + ahead) * read) // row_bytes))
+    formed = max(1, min(LIMITS.ggn_rows // k, (room - (1 + ahead) * read) // row_bytes))
     return _Plan(formed=formed, read=unit, ahead=ahead)
 
 
@@ -186,8 +183,8 @@ def _formed(
 
 def _add(total: np.ndarray, rows: np.ndarray, weighted: np.ndarray) -> None:
     """Add to the upper half of `total`, a block of columns at a time."""
-    for a in range(0, len(total), COLUMNS):
-        b = min(a + COLUMNS, len(total))
+    for a in range(0, len(total), LIMITS.ggn_columns):
+        b = min(a + LIMITS.ggn_columns, len(total))
         total[:b, a:b] += np.matmul(rows[:, :b].T, weighted[:, a:b])
 
 

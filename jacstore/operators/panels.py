@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jacstore.base.limits import SLAB_COLUMNS
+from jacstore.base.limits import LIMITS
 from jacstore.kernels.plan.steps import sharing
 from jacstore.store.reader import JacobianStore
 from jacstore.terms.kinds import Leaf, expand
-from jacstore.terms.matrix_products import DEPTH, TermProduct, term_products
+from jacstore.terms.matrix_products import TermProduct, term_products
 
 Held = Mapping[str, np.ndarray]
 Empty = Callable[..., np.ndarray]
@@ -110,8 +110,8 @@ class RowPanel:
     def times(self, held: Held, loaded: np.ndarray, into: np.ndarray) -> None:
         rows = held["rows"].reshape(-1, self.last - self.first)
         flat = into.reshape(len(rows), -1)
-        for a in range(0, rows.shape[1], SLAB_COLUMNS):
-            flat += np.matmul(rows[:, a : a + SLAB_COLUMNS], loaded[a : a + SLAB_COLUMNS])
+        for a in range(0, rows.shape[1], LIMITS.slab_columns):
+            flat += np.matmul(rows[:, a : a + LIMITS.slab_columns], loaded[a : a + LIMITS.slab_columns])
 
     def rows(self, held: Held, into: np.ndarray) -> None:
         for a, b, column in self.places:
@@ -123,8 +123,8 @@ class RowPanel:
     def add_transposed(self, held: Held, weights: np.ndarray, sums: np.ndarray) -> None:
         rows = held["rows"].reshape(-1, self.last - self.first)
         flat = weights.reshape(len(rows), -1)
-        for n in range(0, len(rows), DEPTH):
-            part = np.matmul(rows[n : n + DEPTH].T, flat[n : n + DEPTH])
+        for n in range(0, len(rows), LIMITS.product_depth):
+            part = np.matmul(rows[n : n + LIMITS.product_depth].T, flat[n : n + LIMITS.product_depth])
             for a, b, column in self.places:
                 sums[column : column + b - a] += part[a:b]
 

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from jacstore.base.limits import LIMITS
 from jacstore.base.precision import ROUNDOFF
-from jacstore.problem import program
 from jacstore.problem.outputs import Flat
 from jacstore.problem.parameters import Parameters
 from jacstore.problem.program import KeptProgram, certain_text, program_text, text_of_jax
@@ -85,7 +85,7 @@ def exact_hash(jaxpr: ClosedJaxpr) -> str | None:
     Programs of equal hashes compute the same of the same arguments.
     """
     closed_over = sum(int(getattr(value, "nbytes", 0)) for value in jaxpr.consts)
-    text = None if closed_over > program.KEPT_CONSTANTS else certain_text(jaxpr)
+    text = None if closed_over > LIMITS.kept_constants_bytes else certain_text(jaxpr)
     return None if text is None else hashlib.sha256(f"{hash_constants(jaxpr)}\n{text}".encode()).hexdigest()
 
 

@@ -28,8 +28,6 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 # Programs that a process keeps, and of each how many things that were made of it.
 KEPT, KEPT_PARTS = 8, 16
-# Bytes of arrays that a kept program may close over.
-KEPT_CONSTANTS = 64_000_000
 # Operations whose functions were traced into the program beside them, or do not count once it is differentiated.
 TRACED_RULES = {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 

@@ -24,6 +24,7 @@ from jacstore.base import machine
 from jacstore.base.budget import BUILD, WITHOUT_STORE, Budget
 from jacstore.base.devices import device, device_memory, local_devices, on_accelerator
 from jacstore.base.events import BatchDone, Listener, Started, silent
+from jacstore.base.limits import LIMITS
 from jacstore.base.machine import format_size
 from jacstore.base.precision import NORM_RUN, compute_dtype
 from jacstore.errors import InvalidRequestError, RunInterruptedError, SelectedStateWarning
@@ -44,8 +45,6 @@ from jacstore.store.reader import JacobianStore, leaf_table
 from jacstore.store.unit_buffers import storage_dtype
 from jacstore.store.writer import ARRAYS, StoreWriter, factor_bytes, refuse_small_disk, request_of, require_same
 
-# Seconds of a device pass that is not timed twice.
-LONG_RUN = 0.2
 # What a disk is taken to write when nothing may be written to measure it, in bytes per second.
 DISK_SPEED = 5e8
 
@@ -249,7 +248,7 @@ class _Job:
         seconds = 0.0
         for _ in range(2):
             # The first run is slower than all others, by what does not matter where a run takes long.
-            if seconds < LONG_RUN:
+            if seconds < LIMITS.long_run_seconds:
                 began = time.perf_counter()
                 batch = next(self._rows(examples))
                 seconds = time.perf_counter() - began

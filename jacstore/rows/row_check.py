@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from jacstore.base.budget import BUILD, Budget
+from jacstore.base.limits import LIMITS
 from jacstore.base.precision import ROUNDOFF, compute_dtype
 from jacstore.errors import InvalidFunctionError
 from jacstore.problem.fingerprint import still_holds
@@ -28,8 +29,6 @@ from jacstore.store.reader import operand_array
 from jacstore.store.unit_buffers import UnitBlock
 from jacstore.terms.kinds import Leaf, expand
 
-# Share of a unit's time that checking it may take; one example is always checked.
-SHARE = 0.02
 # Wrong terms are off by about the size of the row. Rounding, and a ReLU that falls to the other side of zero, are not.
 LOOSE = {"float32": 1e-2, "float64": 1e-6}
 ROUNDINGS = 64
@@ -113,7 +112,7 @@ class RowCheck:
 
     def choose(self, start: int, stop: int, seconds: float) -> list[int]:
         """Examples of a unit to check, where the last unit took `seconds`."""
-        count = 1 if self._seconds is None else max(1, int(SHARE * seconds / self._seconds))
+        count = 1 if self._seconds is None else max(1, int(LIMITS.check_share * seconds / self._seconds))
         return sorted(
             int(n) for n in self._draw.choice(np.arange(start, stop), min(count, stop - start), replace=False)
         )

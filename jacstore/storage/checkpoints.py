@@ -11,16 +11,12 @@ from typing import Protocol
 import numpy as np
 from crc32c import crc32c
 
+from jacstore.base.limits import LIMITS
 from jacstore.base.schema import Open, typed
 from jacstore.errors import DamagedDataError
 from jacstore.storage.chunks import raw
 from jacstore.storage.files import Files, Folder
 from jacstore.storage.ledger import Ledger, record_name
-
-# Checkpoints may take this share of the time; a kill then loses at most their cost divided by it.
-CHECKPOINT_SHARE = 0.05
-# Assumed speed of writing the first checkpoint, in bytes per second, until one has been timed.
-CHECKPOINT_SPEED = 3e8
 
 
 class Holder(Protocol):
@@ -43,13 +39,16 @@ class Checkpoints:
 
     def __init__(self, kernel: Holder, item: int, shapes: list[tuple[int, ...]]) -> None:
         self.kernel, self.item, self.shapes = kernel, item, shapes
-        self.cost = 8 * sum(int(np.prod(shape)) for shape in shapes) / CHECKPOINT_SPEED
+        self.cost = 8 * sum(int(np.prod(shape)) for shape in shapes) / LIMITS.checkpoint_speed
         self.turn = 0
         self.last = time.perf_counter()
 
     def due(self) -> bool:
         """Whether writing a checkpoint now keeps checkpoints within their share of the time."""
-        return isinstance(self.kernel.files, Folder) and time.perf_counter() - self.last > self.cost / CHECKPOINT_SHARE
+        return (
+            isinstance(self.kernel.files, Folder)
+            and time.perf_counter() - self.last > self.cost / LIMITS.checkpoint_share
+        )
 
     def save(self, slab: int, totals: Iterable[np.ndarray]) -> None:
         """Write the sums over all slabs before `slab`; they may be fetched one by one."""

@@ -19,9 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jacstore.base import machine
+from jacstore.base.limits import LIMITS
 
-# A file of another host, or one that its maker has not filled, is dead after this long.
-STALE_SECONDS = 60.0
 PAUSE_SECONDS = 0.01
 
 
@@ -94,5 +93,5 @@ def _is_dead(path: Path, unchanged: float) -> bool:
         return False
     except (ValueError, TypeError, KeyError):
         # Torn: its maker died, or is about to fill it.
-        return unchanged > STALE_SECONDS
-    return unchanged > STALE_SECONDS if alive is None else not alive
+        return unchanged > LIMITS.guard_stale_seconds
+    return unchanged > LIMITS.guard_stale_seconds if alive is None else not alive

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from jacstore.base import leaving, machine
 from jacstore.base.events import Listener, Waiting
+from jacstore.base.limits import LIMITS
 from jacstore.base.schema import Open, parse, short_hash, typed
 from jacstore.errors import (
     DamagedDataError,
@@ -35,8 +36,6 @@ from jacstore.storage.files import Files, Folder, explain
 FORMAT_VERSION = 1
 FOLDER = "ledger"
 HEARTBEAT_SECONDS = 5.0
-# A lock of another host is dead after this long without a heartbeat, watched here: clocks of two hosts may differ.
-STALE_SECONDS = 60.0
 
 Record = TypeVar("Record")
 
@@ -217,7 +216,8 @@ class Lock:
 
     The owner is named by host, boot, namespace of process ids, process id and process start. A lock whose owner is gone
     is taken over: at once where that can be seen from here, elsewhere only after its heartbeat has stood still for
-    `STALE_SECONDS`. An owner that was taken for dead finds another token, or nothing, in its lock: then it is `lost`.
+    `lock_stale_seconds`. An owner that was taken for dead finds another token, or nothing, in its lock: then it is
+    `lost`.
     """
 
     def __init__(
@@ -354,10 +354,9 @@ class Lock:
         if named is None:
             return owner
         host = named.host
-        self._listener(
-            Waiting(reason=f"{path.name} was left by host {host}; waiting {STALE_SECONDS:.0f} s for its heartbeat")
-        )
-        until = time.monotonic() + STALE_SECONDS
+        stale = LIMITS.lock_stale_seconds
+        self._listener(Waiting(reason=f"{path.name} was left by host {host}; waiting {stale:.0f} s for its heartbeat"))
+        until = time.monotonic() + stale
         while time.monotonic() < until:
             if self._asked_to_stop():
                 raise RunInterruptedError("interrupted while waiting for a lock")
@@ -367,7 +366,7 @@ class Lock:
                 raise LockedError(
                     f"{path.parent.parent} is being worked on by host {host}; wait for it or stop it there"
                 )
-            time.sleep(min(0.2, STALE_SECONDS))
+            time.sleep(min(0.2, stale))
         return owner
 
     def _write(self) -> None:

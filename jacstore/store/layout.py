@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jacstore.base.budget import BUILD, GRAM_SLAB, Budget
-from jacstore.base.limits import IO_THREADS, MAX_FILES
+from jacstore.base.limits import IO_THREADS, LIMITS, MAX_FILES
 from jacstore.errors import InvalidRequestError
 
-# A file of 64 MB keeps 300 GB within 5,000 files; a piece of at most 1 MB is checked and copied inside the cache.
-FILE_BYTES = 64_000_000
 PIECE_BYTES = 1_000_000
-PIECE_COLUMNS = (64, 2048)
 UNIT_BYTES = 1_000_000_000
 # Units in memory while one is written and the next computed.
 UNITS_ALIVE = 2
@@ -115,10 +112,10 @@ def plan_store(
     n_columns_or_one = max(1, n_columns)
     by_slab = Budget(memory).split(**GRAM_SLAB)["slab"] // (n_examples * n_outputs * itemsize)
     by_piece = PIECE_BYTES // (unit_size * n_outputs * itemsize)
-    columns = min(max(min(by_slab, by_piece), PIECE_COLUMNS[0]), PIECE_COLUMNS[1], n_columns_or_one)
+    columns = min(max(min(by_slab, by_piece), LIMITS.piece_columns[0]), LIMITS.piece_columns[1], n_columns_or_one)
     columns = even(n_columns_or_one, columns)
     total = n_examples * example_bytes
-    file_bytes = max(FILE_BYTES, total // (MAX_FILES // 2))
+    file_bytes = max(LIMITS.file_bytes, total // (MAX_FILES // 2))
     pieces = max(1, -(-n_columns // columns))
     files = max(1, -(-unit_size * example_bytes // file_bytes))
     rounded = -(-files // IO_THREADS) * IO_THREADS

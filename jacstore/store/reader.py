@@ -18,7 +18,7 @@ from typing import Any
 import dask.array as da
 import numpy as np
 
-from jacstore.base.limits import IO_THREADS
+from jacstore.base.limits import IO_THREADS, LIMITS
 from jacstore.base.precision import compute_dtype, stored_error
 from jacstore.base.schema import Open, Reported, short_hash, typed
 from jacstore.base.threads import all_done
@@ -29,7 +29,7 @@ from jacstore.storage.files import Files, Folder
 from jacstore.storage.indexing import resolve
 from jacstore.storage.ledger import FORMAT_VERSION, Ledger, readable, record_name
 from jacstore.store.constants import StoredConstant, constant_bytes
-from jacstore.store.layout import FILE_BYTES, Side
+from jacstore.store.layout import Side
 from jacstore.store.metadata import StoreAttributes, check_store
 from jacstore.store.reports import LeafFacts, StoreInfo
 from jacstore.store.unit_buffers import from_bfloat16
@@ -216,7 +216,7 @@ class JacobianStore:
     def array(self) -> da.Array:
         """All of J as a lazy Dask array `(N * K, P)`, whatever its terms; a chunk is at most a unit by 64 MB."""
         unit_rows = self.unit_size * self.n_outputs
-        width = max(1, min(FILE_BYTES // (4 * unit_rows), self.n_parameters))
+        width = max(1, min(LIMITS.file_bytes // (4 * unit_rows), self.n_parameters))
         if "rows" in self.layouts and not self.operands:
             rows = self.layouts["rows"]
             width = min(rows.piece[2] * rows.per_file[2], self.n_parameters)

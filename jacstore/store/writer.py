@@ -18,7 +18,7 @@ import numpy as np
 from jacstore.base import machine
 from jacstore.base.budget import Budget
 from jacstore.base.events import Listener, UnitDone, silent
-from jacstore.base.limits import CODECS, DTYPES, IO_THREADS
+from jacstore.base.limits import CODECS, DTYPES, IO_THREADS, LIMITS
 from jacstore.base.machine import format_size
 from jacstore.base.options import parse_count, parse_word
 from jacstore.base.threads import all_done
@@ -28,7 +28,7 @@ from jacstore.storage.chunks import ArrayLayout, FileEncoder, FileRecord
 from jacstore.storage.files import Files, Folder, Memory
 from jacstore.storage.ledger import Lock, compare_requested, sweep
 from jacstore.store.constants import GROUP, constant_layout, constants_of, keep_constants
-from jacstore.store.layout import FILE_BYTES, PIECE_BYTES, StorePlan, plan_store
+from jacstore.store.layout import PIECE_BYTES, StorePlan, plan_store
 from jacstore.store.reader import JacobianStore, operand_array, operand_name
 from jacstore.store.unit_buffers import UnitBlock, from_bfloat16, storage_dtype
 from jacstore.terms.kinds import Constant, Leaf, Operand, dense_leaves, expand
@@ -574,7 +574,7 @@ def _operand_layout(operand: Operand, n: int, k: int, unit: int, dtype: str, cod
     column_bytes = unit * math.prod([*lead, *middle]) * np.dtype(stored).itemsize
     width = min(columns, max(1, PIECE_BYTES // column_bytes))
     width = -(-columns // -(-columns // width))
-    per_file = min(-(-columns // width), max(1, FILE_BYTES // (column_bytes * width)))
+    per_file = min(-(-columns // width), max(1, LIMITS.file_bytes // (column_bytes * width)))
     # Readers such as xarray want one size for each name in a group.
     own = [*(["output"] if operand.per_output else []), *(f"{operand.name}_{axis}" for axis in operand.axes)]
     return ArrayLayout(

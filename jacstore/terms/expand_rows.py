@@ -11,7 +11,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 import numpy as np
 
 from jacstore.base import machine
-from jacstore.base.limits import EXPANDED_BYTES
+from jacstore.base.limits import LIMITS
 from jacstore.base.threads import blas_threads
 from jacstore.terms.kinds import Leaf, expand
 from jacstore.terms.term import Factored
@@ -41,7 +41,7 @@ def expanded_slabs(
     channels = sources[0][terms[0].cotangents].shape[-1]
     columns = leaf.size // channels
     channel_bytes = columns * max(source[terms[0].cotangents][:, :, 0, 0, 0].nbytes for source in sources)
-    width = max(1, min(channels, max(slab_columns // columns, EXPANDED_BYTES // channel_bytes)))
+    width = max(1, min(channels, max(slab_columns // columns, LIMITS.expanded_bytes // channel_bytes)))
     names = {term.cotangents for term in terms}
     given = [_with_patches(terms, source) for source in sources] if patches_kept else sources
     if patches_kept:
@@ -63,7 +63,7 @@ def _column_slabs(
 ) -> Iterator[list[np.ndarray]]:
     """Columns of rows whose channels of cotangents are mixed: rows are formed anew for every slab."""
     column_bytes = max(source[leaf.factored[0].cotangents][:, :, 0, 0, 0].nbytes for source in sources)
-    width = max(slab_columns, EXPANDED_BYTES // column_bytes)
+    width = max(slab_columns, LIMITS.expanded_bytes // column_bytes)
     with ThreadPoolExecutor(threads, "jacstore-expand") as pool:
         for first in range(0, leaf.size, width):
             some = slice(first, min(first + width, leaf.size))

@@ -14,16 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from jacstore.base.limits import LIMITS
 from jacstore.terms.kinds import Leaf, Operand
 from jacstore.terms.term import Factored, Views, mapped, mapped_back
 
 Operands = Mapping[str, np.ndarray]
-# Numbers of intermediate products of a few examples at a time.
-SCRATCH = 4_000_000
-# Channels times columns in one product: more gains no speed and leaves fewer examples in the scratch.
-WIDTH = 2048
-# Examples times positions that are summed in the products' own type before they are added in float64.
-DEPTH = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +47,7 @@ class TermProduct:
     shape: tuple[int, int, int]
     positions: int
     moves: Views
-    room: int = SCRATCH
+    room: int
 
     @property
     def summed(self) -> int:
@@ -81,7 +76,7 @@ class TermProduct:
         return 2 * max(self.room, self.numbers(n_columns)) + self.summed * self._block(n_columns)
 
     def _block(self, n_columns: int) -> int:
-        return min(n_columns, max(1, WIDTH // self.shape[2]))
+        return min(n_columns, max(1, LIMITS.product_width // self.shape[2]))
 
     def matrices(self, columns: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
         """The leaf's part of columns `(size, m)` as `(G, C, D * m)`, contiguous."""
@@ -128,7 +123,7 @@ class TermProduct:
     def _chunks(self, operands: Operands, n_columns: int) -> Iterator[slice]:
         """Examples a few at a time."""
         count = len(operands[self.term.cotangents])
-        step = max(1, min(self.room // max(1, self.numbers(n_columns)), DEPTH // self.positions))
+        step = max(1, min(self.room // max(1, self.numbers(n_columns)), LIMITS.product_depth // self.positions))
         for a in range(0, count, step):
             yield slice(a, min(a + step, count))
 
@@ -164,7 +159,7 @@ def term_products(leaf: Leaf, offset: int, operands: Mapping[str, Operand], room
                 shape=shape,
                 positions=shapes[term.cotangents][1],
                 moves=moves,
-                room=min(SCRATCH, room),
+                room=min(LIMITS.product_numbers, room),
             )
         )
     return found

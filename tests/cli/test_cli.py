@@ -22,6 +22,7 @@ import jacstore.cli.commands
 import jacstore.cli.terminal
 import jacstore.cli.text
 from helpers_kill import Job, run_job
+from helpers_limits import limited
 from helpers_process import (
     LATCHED,
     LATCHED_LINALG,
@@ -232,10 +233,8 @@ def test_info_goes_on_where_a_record_is_damaged(tmp_path):
 def test_the_line_that_completes_a_kernel_can_be_run_as_it_is(finished, tmp_path, monkeypatch):
     monkeypatch.chdir(finished.parent)
     words = ("gram", "run.jac", "--out", tmp_path / "run.ntk", "--part", "1/2")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jacstore.store.layout, "PIECE_COLUMNS", (14, 14))
-        with StoreWriter("run.jac.2", {"w": (66,)}, 2, 1, unit_size=2) as writer:
-            writer.write_unit(0, {"w": np.ones((2, 1, 66))})
+    with limited(piece_columns=(14, 14)), StoreWriter("run.jac.2", {"w": (66,)}, 2, 1, unit_size=2) as writer:
+        writer.write_unit(0, {"w": np.ones((2, 1, 66))})
     done("gram", "run.jac.2", *words[2:])
     with pytest.raises(jacstore.JacstoreError) as caught:
         _ = jacstore.open(tmp_path / "run.ntk").array
@@ -816,9 +815,9 @@ def test_a_start_that_was_killed_in_the_last_moment_can_be_repeated(target, tmp_
 
 
 @pytest.fixture
-def eager(monkeypatch):
+def eager(limits):
     """A line for every event, not every few seconds."""
-    monkeypatch.setattr(jacstore.cli.terminal.Lines, "SECONDS_BETWEEN", -1.0)
+    limits(progress_seconds=-1.0)
 
 
 def test_progress_is_lines_on_stderr_where_there_is_no_terminal(eager, target, tmp_path):

@@ -25,6 +25,7 @@ import jacstore.storage.ledger
 import jacstore.storage.zarr_group
 import jacstore.store.layout
 from jacstore import Problem
+from jacstore.base.limits import LIMITS
 from jacstore.testing import mlp
 
 
@@ -97,8 +98,8 @@ def quick() -> Iterator[pytest.MonkeyPatch]:
             _group_written_once(jacstore.storage.zarr_group.zarr.create_group),
         )
         patch.setattr(os, "fsync", lambda descriptor: None)
-        patch.setattr(jacstore.store.layout, "PIECE_COLUMNS", (14, 14))
-        patch.setattr(jacstore.kernels.plan.schedule, "SLAB_COLUMNS", 28)
+        patch.setattr(LIMITS, "piece_columns", (14, 14))
+        patch.setattr(LIMITS, "slab_columns", 28)
         yield patch
 
 

@@ -43,9 +43,7 @@ class Job:
     options: tuple[tuple[str, Any], ...] = ()
 
     def run(self, listener: Callable[[Any], None]) -> Any:
-        import jacstore.kernels.plan.schedule
-        import jacstore.storage.checkpoints
-        import jacstore.store.layout
+        from jacstore.base.limits import LIMITS
         from jacstore.kernels import gram
         from jacstore.rows import build
         from jacstore.testing import mlp
@@ -53,10 +51,9 @@ class Job:
         if not self.locks:
             fcntl.flock = _no_locks
         if not self.large:
-            jacstore.store.layout.PIECE_COLUMNS = (PIECE_COLUMNS, PIECE_COLUMNS)
-            jacstore.kernels.plan.schedule.SLAB_COLUMNS = PIECE_COLUMNS
+            LIMITS.piece_columns, LIMITS.slab_columns = (PIECE_COLUMNS, PIECE_COLUMNS), PIECE_COLUMNS
             # Due at once, however quick the first one was.
-            jacstore.storage.checkpoints.CHECKPOINT_SHARE = 1e9
+            LIMITS.checkpoint_share = 1e9
         options: dict[str, Any] = dict(self.options)
         if self.kind == "parts":
             for part in ((1, 2), (2, 2)):

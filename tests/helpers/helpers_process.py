@@ -145,10 +145,10 @@ def runner() -> CliRunner:
 
 def hold_reads() -> None:
     """Make reading of rows wait for `LATCH/go` from column `LATCH_COLUMN` on, and leave `LATCH/reached-PID`."""
-    import jacstore.kernels.plan.schedule
+    from jacstore.base.limits import LIMITS
     from jacstore.store.reader import JacobianStore
 
-    jacstore.kernels.plan.schedule.SLAB_COLUMNS = TINY_SLABS
+    LIMITS.slab_columns = TINY_SLABS
     latch, column = Path(os.environ["LATCH"]), int(os.environ["LATCH_COLUMN"])
     read = JacobianStore.read
 

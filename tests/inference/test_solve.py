@@ -257,9 +257,9 @@ def test_a_lazy_dask_kernel_is_a_kernel():
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_factorization_is_kept_and_used_again(method, kernels, monkeypatch):
+def test_a_factorization_is_kept_and_used_again(method, kernels, monkeypatch, limits):
     case, path = Case("wide", 1e-3), kernels / "full.ntk"
-    monkeypatch.setattr(jacstore.inference.kept_factors, "SQUARE", 7)
+    limits(kept_square=7)
     first = KernelFactor(path, 1e-3, method)
     monkeypatch.setattr(KernelMatrix, "load", None)
     again = KernelFactor(path, 1e-3, method)
@@ -425,8 +425,8 @@ def test_room_on_disk_is_checked_before_the_work(kernels, monkeypatch):
     assert "100 B free" in line and "keep=False" in line
 
 
-def test_rows_beyond_32_bits_are_refused_only_where_lapack_counts_in_them(monkeypatch):
-    monkeypatch.setattr(jacstore.inference.linalg.cholesky_eigh, "LAPACK_32_BIT_ROWS", 20)
+def test_rows_beyond_32_bits_are_refused_only_where_lapack_counts_in_them(monkeypatch, limits):
+    limits(lapack_32_bit_rows=20)
     gram = Case("wide", 1.0).gram
     assert KernelFactor(gram, 1.0, "eigh").n_rows == 24  # NumPy's own wheels count in 64 bits
     monkeypatch.setattr(jacstore.inference.linalg.cholesky_eigh, "_numpy_counts_in_64_bits", lambda: False)
@@ -437,10 +437,9 @@ def test_rows_beyond_32_bits_are_refused_only_where_lapack_counts_in_them(monkey
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 5, 8, 24, 29])
-def test_large_kernels_are_factorized_block_by_block_like_small_ones(rows, monkeypatch):
+def test_large_kernels_are_factorized_block_by_block_like_small_ones(rows, limits):
     # LAPACK itself ends the process beyond about 15,000 rows on two cores.
-    monkeypatch.setattr(jacstore.inference.linalg.cholesky_eigh, "BLOCK_ROWS", 4)
-    monkeypatch.setattr(jacstore.inference.linalg.cholesky_eigh, "BLOCK_COLUMNS", 6)
+    limits(cholesky_rows=4, cholesky_columns=6)
     factors = np.random.default_rng(rows).normal(size=(rows, 40))
     matrix = factors @ factors.T
     upper, failed = jacstore.inference.linalg.cholesky_eigh.cholesky(matrix.copy(), 0.5)
@@ -453,9 +452,8 @@ def test_large_kernels_are_factorized_block_by_block_like_small_ones(rows, monke
 
 
 @pytest.mark.parametrize("rows", [1, 4, 5, 11, 24])
-def test_scipy_which_holds_back_signals_gets_only_blocks(rows, monkeypatch):
-    monkeypatch.setattr(jacstore.inference.linalg.cholesky_eigh, "BLOCK_ROWS", 4)
-    monkeypatch.setattr(jacstore.inference.linalg.cholesky_eigh, "BLOCK_COLUMNS", 6)
+def test_scipy_which_holds_back_signals_gets_only_blocks(rows, monkeypatch, limits):
+    limits(cholesky_rows=4, cholesky_columns=6)
     seen = set()
 
     def watched(module, name):

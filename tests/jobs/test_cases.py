@@ -34,6 +34,7 @@ import jacstore.storage.ledger
 import jacstore.store.layout
 from helpers_errors import refusal
 from helpers_kill import Job, run_job
+from helpers_limits import limited
 from helpers_process import LATCHED, Command, contents, invoke, run_command, write_target
 from jacstore import Problem, StoreWriter, build, gram, ntk
 from jacstore.base.events import SlabDone, UnitDone, Waiting
@@ -67,10 +68,9 @@ LAYOUTS = ("dense", "factored")
 
 
 @pytest.fixture
-def tiny_pieces(monkeypatch):
+def tiny_pieces(limits):
     """Pieces and slabs of at most 14 columns: 66 columns are five of them."""
-    monkeypatch.setattr(jacstore.store.layout, "PIECE_COLUMNS", (14, 14))
-    monkeypatch.setattr(jacstore.kernels.plan.schedule, "SLAB_COLUMNS", 14)
+    limits(piece_columns=(14, 14), slab_columns=14)
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +83,7 @@ def truth():
 def finished(tmp_path_factory):
     """A store of `mlp(10)` in five units and five pieces, to be copied."""
     path = tmp_path_factory.mktemp("finished") / "run.jac"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jacstore.store.layout, "PIECE_COLUMNS", (14, 14))
+    with limited(piece_columns=(14, 14)):
         build(mlp(10), path, unit_size=2, codec="none")
     return path
 
@@ -776,7 +775,7 @@ def test_case_24_a_second_build_is_refused_while_the_first_lives(tmp_path, truth
     assert not list((out / "ledger").glob("lock-*"))
 
 
-def test_case_24_a_lock_of_a_process_id_that_was_given_anew_is_taken_over(store_path, monkeypatch):
+def test_case_24_a_lock_of_a_process_id_that_was_given_anew_is_taken_over(store_path, limits):
     lock = {
         "host": jacstore.base.machine.hostname(),
         "boot": boot_id(),
@@ -786,7 +785,7 @@ def test_case_24_a_lock_of_a_process_id_that_was_given_anew_is_taken_over(store_
         "last": 9,
     }
     # Of a boot before this one or of another machine of this name: taken over once its heartbeat has stood still.
-    monkeypatch.setattr(jacstore.storage.ledger, "STALE_SECONDS", 0.05)
+    limits(lock_stale_seconds=0.05)
     mine = {"start": jacstore.base.machine.process_start(os.getpid())}
     for changes, waits in (({}, 0), (mine | {"boot": "another boot"}, 1), (mine | {"space": "another"}, 1)):
         (store_path / "ledger/lock-0000000-0000004.json").write_text(json.dumps(lock | changes))
@@ -806,10 +805,11 @@ def test_case_24_two_parts_may_run_at_once_but_not_one_part_twice(tmp_path):
 MANY_FILES = """
 import resource, sys
 import numpy as np
-import jacstore, jacstore.store.layout
+import jacstore
+from jacstore.base.limits import LIMITS
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-jacstore.store.layout.PIECE_COLUMNS, jacstore.store.layout.FILE_BYTES = (4, 4), 1
+LIMITS.piece_columns, LIMITS.file_bytes = (4, 4), 1
 out = sys.argv[1]
 with jacstore.StoreWriter(out + "/run.jac", {"w": (100,)}, 40, 1, unit_size=1) as writer:
     for n in range(40):
@@ -869,7 +869,7 @@ class HeldNoMore:
         return self.inputs[i]
 
 
-def check_gram(name, folder, finished, truth, monkeypatch):
+def check_gram(name, folder, finished, truth, limits):
     out = folder / "run.ntk"
     words = ("gram", finished, "--out", out)
     with Command(*words, code=LATCHED, LATCH=str(folder), LATCH_COLUMN="42") as command:
@@ -885,7 +885,7 @@ def check_gram(name, folder, finished, truth, monkeypatch):
     assert not kernel.complete and kernel.info()["tiles_done"] == 0
     assert "incomplete" in refusal(lambda: kernel.array, error=IncompleteError)
     first, seen = int(line.split("slab ")[1].split()[0]), Counting()
-    monkeypatch.setattr(jacstore.kernels.plan.schedule, "SLAB_COLUMNS", 14)
+    limits(slab_columns=14)
     again = gram(finished, out=out, listener=seen)
     # The interrupted run left its sums: no slab is multiplied twice.
     assert first in (2, 3) and [event.slab for event in seen.of(SlabDone)] == list(range(first, 5))
@@ -920,8 +920,8 @@ def test_case_26_units_that_were_being_written_are_not_called_missing(tmp_path, 
     assert f"{10 - done} of 10 units missing" in text
 
 
-def test_case_26_ctrl_c_in_a_gram_keeps_its_sums(tmp_path, finished, truth, monkeypatch):
-    check_gram("SIGINT", tmp_path, finished, truth, monkeypatch)
+def test_case_26_ctrl_c_in_a_gram_keeps_its_sums(tmp_path, finished, truth, limits):
+    check_gram("SIGINT", tmp_path, finished, truth, limits)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
@@ -930,8 +930,8 @@ def test_case_36_a_schedulers_signal_in_a_build_keeps_whole_units(name, tmp_path
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_case_36_a_schedulers_signal_in_a_gram_keeps_its_sums(name, tmp_path, finished, truth, monkeypatch):
-    check_gram(name, tmp_path, finished, truth, monkeypatch)
+def test_case_36_a_schedulers_signal_in_a_gram_keeps_its_sums(name, tmp_path, finished, truth, limits):
+    check_gram(name, tmp_path, finished, truth, limits)
 
 
 # --- 27 and 28: device and memory -------------------------------------------------------------------------------------
@@ -1014,9 +1014,9 @@ def test_case_28_a_unit_is_written_before_the_next_where_memory_holds_one(truth,
     assert row_error(rows_of(store), truth) <= FLOAT32
 
 
-def test_case_28_a_store_in_ram_moves_to_a_folder_beyond_its_memory(truth, tmp_path, monkeypatch):
+def test_case_28_a_store_in_ram_moves_to_a_folder_beyond_its_memory(truth, tmp_path, monkeypatch, limits):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(jacstore.store.layout, "PIECE_COLUMNS", (66, 66))
+    limits(piece_columns=(66, 66))
     store = build(mlp(10), None, unit_size=2, memory=5000, batch_size=1, output_batch=1)
     assert len(list(tmp_path.iterdir())) == 1 and "rows/c/4/0/0" in contents(next(tmp_path.iterdir()))
     assert row_error(rows_of(store), truth) <= FLOAT32
@@ -1150,7 +1150,9 @@ def test_case_34_a_measured_codec_is_kept_when_measuring_again_says_otherwise(tm
 
 
 @pytest.mark.parametrize(("part", "again"), [("1/1", 0), ("1/2", 0), ("2/2", 1)])
-def test_case_34_rows_that_a_codec_was_measured_on_are_not_computed_twice(part, again, tmp_path, monkeypatch, truth):
+def test_case_34_rows_that_a_codec_was_measured_on_are_not_computed_twice(
+    part, again, tmp_path, monkeypatch, limits, truth
+):
     """A part that does not begin with the first example has no use for them."""
     fetched, fetch = [], jacstore.rows.device_pass.DevicePass.fetch
 
@@ -1160,7 +1162,7 @@ def test_case_34_rows_that_a_codec_was_measured_on_are_not_computed_twice(part, 
 
     monkeypatch.setattr(jacstore.rows.device_pass.DevicePass, "fetch", counting)
     # No pass is too short to be timed.
-    monkeypatch.setattr(jacstore.rows.build, "LONG_RUN", 1e-9)
+    limits(long_run_seconds=1e-9)
     store = build(mlp(10), tmp_path / "run.jac", unit_size=5, batch_size=2, output_batch=2, part=part)
     expected = [(first, count) for count in (2, 2, 1) for first in (0, 2)] * (2 if part == "1/1" else 1)
     assert fetched == [(0, 2)] * again + expected
@@ -1230,8 +1232,8 @@ def foreign_lock(store_path, beat=0):
     return path
 
 
-def test_case_37_a_lock_of_another_host_is_waited_for(store_path, monkeypatch):
-    monkeypatch.setattr(jacstore.storage.ledger, "STALE_SECONDS", 0.05)
+def test_case_37_a_lock_of_another_host_is_waited_for(store_path, limits):
+    limits(lock_stale_seconds=0.05)
     (store_path / "ledger/unit-0000001.json").unlink()
     path, seen = foreign_lock(store_path), Counting()
     store = build(mlp(10), store_path, codec="none", listener=seen)
@@ -1239,8 +1241,8 @@ def test_case_37_a_lock_of_another_host_is_waited_for(store_path, monkeypatch):
     assert store.complete and store.report["units_computed"] == 1 and not path.exists()
 
 
-def test_case_37_a_lock_whose_heart_beats_is_respected(store_path, monkeypatch):
-    monkeypatch.setattr(jacstore.storage.ledger, "STALE_SECONDS", 30)
+def test_case_37_a_lock_whose_heart_beats_is_respected(store_path, limits):
+    limits(lock_stale_seconds=30)
     foreign_lock(store_path)
 
     def beat(event):
@@ -1251,8 +1253,8 @@ def test_case_37_a_lock_whose_heart_beats_is_respected(store_path, monkeypatch):
     assert "host elsewhere" in text and "stop it there" in text
 
 
-def test_case_37_a_lock_that_goes_away_is_not_waited_for(store_path, monkeypatch):
-    monkeypatch.setattr(jacstore.storage.ledger, "STALE_SECONDS", 3600)
+def test_case_37_a_lock_that_goes_away_is_not_waited_for(store_path, limits):
+    limits(lock_stale_seconds=3600)
     path = foreign_lock(store_path)
 
     def release(event):
@@ -1262,15 +1264,15 @@ def test_case_37_a_lock_that_goes_away_is_not_waited_for(store_path, monkeypatch
     assert build(mlp(10), store_path, codec="none", listener=release).complete
 
 
-def test_case_37_another_parts_lock_is_nobodys_business(store_path, monkeypatch):
-    monkeypatch.setattr(jacstore.storage.ledger, "STALE_SECONDS", 3600)
+def test_case_37_another_parts_lock_is_nobodys_business(store_path, limits):
+    limits(lock_stale_seconds=3600)
     owner = json.loads(foreign_lock(store_path).read_text())
     (store_path / "ledger/lock-0000000-0000004.json").rename(store_path / "ledger/lock-0000000-0000001.json")
     assert owner["host"] == "elsewhere" and build(mlp(10), store_path, codec="none", part="2/2").complete
 
 
-def test_case_37_a_signal_ends_the_waiting(store_path, monkeypatch):
-    monkeypatch.setattr(jacstore.storage.ledger, "STALE_SECONDS", 1.0)
+def test_case_37_a_signal_ends_the_waiting(store_path, limits):
+    limits(lock_stale_seconds=1.0)
     foreign_lock(store_path)
     seen = Stopping(Waiting)
     with pytest.raises(RunInterruptedError):

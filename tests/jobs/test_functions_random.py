@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +23,7 @@ import pytest
 from jax import lax
 
 import jacstore
+from helpers_limits import limited
 from jacstore import Problem
 from jacstore.errors import JacstoreError
 from jacstore.testing import contraction, dense_kernel, dense_rows
@@ -875,7 +875,7 @@ def prepared() -> Iterator[None]:
     before = jax.config.values[FAST_COMPILATION]
     jax.config.update(FAST_COMPILATION, True)
     try:
-        with mock.patch("jacstore.rows.trace.cut.SMALLEST", 0):
+        with limited(smallest_factored=0):
             yield
     finally:
         jax.config.update(FAST_COMPILATION, before)

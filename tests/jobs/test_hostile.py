@@ -31,6 +31,7 @@ from helpers_faults import OPTIONS, PROBLEMS, bits, is_right, make, often, quick
 from helpers_process import contents, invoke, write_target
 from jacstore import gram
 from jacstore.base.events import SlabDone
+from jacstore.base.limits import LIMITS
 from jacstore.base.schema import short_hash
 from jacstore.errors import DamagedDataError, IncompleteError, JacstoreError, RequestMismatchError, RunInterruptedError
 from jacstore.storage.files import Folder
@@ -54,7 +55,7 @@ def drawn(fixed, random):
 @pytest.fixture(scope="module", autouse=True)
 def quickly():
     with quick() as patch:
-        patch.setattr(jacstore.storage.ledger, "STALE_SECONDS", 0.0)
+        patch.setattr(LIMITS, "lock_stale_seconds", 0.0)
         yield patch
 
 

@@ -22,6 +22,7 @@ import jacstore.storage.checkpoints
 from helpers_faults import Knife, bits, is_right, make, quick, ram_folder
 from jacstore import gram
 from jacstore.base.events import BatchDone, SlabDone
+from jacstore.base.limits import LIMITS
 from jacstore.errors import RequestMismatchError
 from jacstore.testing import Counting
 
@@ -61,7 +62,7 @@ CASES = [(kind, name) for kind in ("dense", "factored") for name in JOBS]
 def quickly():
     with quick() as patch:
         # A checkpoint is due after every slab, however quick the first one was.
-        patch.setattr(jacstore.storage.checkpoints, "CHECKPOINT_SHARE", 1e9)
+        patch.setattr(LIMITS, "checkpoint_share", 1e9)
         yield
 
 
@@ -248,7 +249,7 @@ def main():
     print(f"{'store':10} {'job':12}" + "".join(f"{name:>9}" for name in columns))
     total, Scene.verified_every = Counter(), 1
     with quick() as patch, ram_folder() as folder:
-        patch.setattr(jacstore.storage.checkpoints, "CHECKPOINT_SHARE", 1e9)
+        patch.setattr(LIMITS, "checkpoint_share", 1e9)
         for kind, name in CASES:
             scene = Scene(kind, name, folder / f"{kind}-{name}")
             for at in range(1, len(scene.whole.steps) + 1):

@@ -332,8 +332,8 @@ def test_neither_functions_nor_parameters_are_held_and_programs_are_few():
     assert len(program.kept_programs) <= program.KEPT
 
 
-def test_programs_that_close_over_large_arrays_are_not_kept(monkeypatch):
-    monkeypatch.setattr(program, "KEPT_CONSTANTS", 100)
+def test_programs_that_close_over_large_arrays_are_not_kept(limits):
+    limits(kept_constants_bytes=100)
     table = jnp.asarray(params()["v"])
     for _ in range(2):
         with compilations() as seen:

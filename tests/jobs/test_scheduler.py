@@ -27,6 +27,7 @@ import jacstore.kernels.plan.schedule
 import jacstore.storage.files
 import jacstore.store.layout
 from helpers_errors import refusal
+from helpers_limits import limited
 from helpers_process import SECONDS, contents, environment, hold_reads, invoke
 from jacstore import StoreWriter, build, gram
 from jacstore.base.events import ItemDone
@@ -47,11 +48,9 @@ def rows():
 def store(rows, tmp_path_factory):
     """Rows in 48 pieces of columns, so that workers can share them."""
     path = tmp_path_factory.mktemp("store") / "run.jac"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jacstore.store.layout, "PIECE_COLUMNS", (14, 14))
-        with StoreWriter(path, {"w": (P,)}, N, K, unit_size=4) as writer:
-            for a, b in writer.missing:
-                writer.write_unit(a, {"w": rows[a:b]})
+    with limited(piece_columns=(14, 14)), StoreWriter(path, {"w": (P,)}, N, K, unit_size=4) as writer:
+        for a, b in writer.missing:
+            writer.write_unit(a, {"w": rows[a:b]})
     return path
 
 
@@ -138,8 +137,8 @@ def until(condition):
         time.sleep(0.005)
 
 
-def test_a_worker_killed_in_an_item_changes_nothing(store, cluster, alone, rows, tmp_path, monkeypatch):
-    monkeypatch.setattr(jacstore.kernels.plan.schedule, "SLAB_COLUMNS", 14)
+def test_a_worker_killed_in_an_item_changes_nothing(store, cluster, alone, rows, tmp_path, limits):
+    limits(slab_columns=14)
     latch = tmp_path / "latch"
     latch.mkdir()
 
@@ -166,7 +165,7 @@ def test_a_worker_killed_in_an_item_changes_nothing(store, cluster, alone, rows,
     assert not [name for name in contents(tmp_path / "run.ntk") if name.startswith("partials/")]
 
 
-def test_a_worker_that_comes_back_after_its_run_ended_writes_nothing(store, tmp_path, monkeypatch):
+def test_a_worker_that_comes_back_after_its_run_ended_writes_nothing(store, tmp_path, limits):
     """Tiles of a finished kernel were replaced by those of a run that had been interrupted, and verify failed."""
     latch, out = tmp_path / "latch", tmp_path / "run.ntk"
     latch.mkdir()
@@ -179,8 +178,7 @@ def test_a_worker_that_comes_back_after_its_run_ended_writes_nothing(store, tmp_
     with LocalCluster(processes=True, dashboard_address="127.0.0.1:0", **settings) as own, Client(own) as client:
         client.run(hold)
         words = {"scheduler": own.scheduler_address, "workers": 1, "tile": 7}
-        monkeypatch.setattr(jacstore.kernels.plan.schedule, "SLAB_COLUMNS", 14)
-        monkeypatch.setattr(jacstore.kernels.executors, "ENDING_SECONDS", 0.1)
+        limits(slab_columns=14, ending_seconds=0.1)
         with pytest.raises(RunInterruptedError):
             gram(store, out=out, stop=lambda: bool(list(latch.glob("reached-*"))), **words)
         assert gram(store, out=out, overwrite=True, dtype="float32", tile=7).complete
@@ -191,8 +189,8 @@ def test_a_worker_that_comes_back_after_its_run_ended_writes_nothing(store, tmp_
         assert contents(out) == before and jacstore.verify(out).ok
 
 
-def test_an_interrupt_is_told_to_workers_who_save_a_checkpoint_and_end(store, tmp_path, monkeypatch):
-    monkeypatch.setattr(jacstore.kernels.plan.schedule, "SLAB_COLUMNS", 14)
+def test_an_interrupt_is_told_to_workers_who_save_a_checkpoint_and_end(store, tmp_path, limits):
+    limits(slab_columns=14)
     latch, out = tmp_path / "latch", tmp_path / "run.ntk"
     latch.mkdir()
 

@@ -21,6 +21,7 @@ import jacstore.storage.checkpoints
 import jacstore.storage.ledger
 from helpers_faults import Knife, bits, is_right, make, often, quick, ram_folder
 from jacstore import gram
+from jacstore.base.limits import LIMITS
 from jacstore.errors import DamagedDataError, IncompleteError, InvalidRequestError
 
 HAPPENED: Counter[str] = Counter()
@@ -43,8 +44,8 @@ def quickly():
 def prepared():
     with quick() as patch:
         # A checkpoint is due after every slab; a lock of another host is not waited for.
-        patch.setattr(jacstore.storage.checkpoints, "CHECKPOINT_SHARE", 1e9)
-        patch.setattr(jacstore.storage.ledger, "STALE_SECONDS", 0.0)
+        patch.setattr(LIMITS, "checkpoint_share", 1e9)
+        patch.setattr(LIMITS, "lock_stale_seconds", 0.0)
         yield
 
 

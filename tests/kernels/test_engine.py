@@ -129,8 +129,8 @@ def test_columns_inside_a_slab_are_multiplied_alone(mode):
 
 @pytest.mark.parametrize("syrk_rows", [13, 68, 10_000])
 @pytest.mark.parametrize("mode", [Mode.FULL, Mode.TRACE, Mode.DIAGONAL])
-def test_a_diagonal_tile_is_symmetric_to_the_bit(mode, syrk_rows, monkeypatch):
-    monkeypatch.setattr(jacstore.kernels.engines.blas, "SYRK_ROWS", syrk_rows)
+def test_a_diagonal_tile_is_symmetric_to_the_bit(mode, syrk_rows, limits):
+    limits(syrk_rows=syrk_rows)
     a, tile = random_rows(70, 2, 32), slice(2, 70)
     for engine in engines("float32"):
         found = streamed(engine, mode, a, a, [(0, 16), (16, 32)], tile, tile)

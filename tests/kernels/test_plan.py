@@ -22,7 +22,7 @@ from jacstore.base.schema import typed
 from jacstore.errors import InvalidRequestError
 from jacstore.kernels.plan.plan import GramPlan, Group
 from jacstore.kernels.plan.schedule import plan_gram
-from jacstore.kernels.plan.steps import ELEMENTWISE, plan_steps
+from jacstore.kernels.plan.steps import plan_steps
 from jacstore.store import layout
 from jacstore.store.layout import Side, StorePlan, plan_store
 
@@ -85,7 +85,7 @@ def test_a_chosen_unit_takes_an_eighth_of_the_memory_and_a_chosen_piece_no_more(
     assert plan.unit_bytes <= max(sizes["memory"] // 8, example)
     slab = plan.n_examples * plan.n_outputs * plan.itemsize * plan.piece_columns
     piece = plan.unit_size * plan.n_outputs * plan.itemsize * plan.piece_columns
-    narrowest = plan.piece_columns <= layout.PIECE_COLUMNS[0]
+    narrowest = plan.piece_columns <= limits.LIMITS.piece_columns[0]
     assert narrowest or (slab <= sizes["memory"] // 8 and piece <= layout.PIECE_BYTES)
 
 
@@ -454,7 +454,7 @@ def test_operations_of_a_dense_layer_are_those_of_one_product_of_inputs_and_one_
     store = build(Problem(apply=apply_layer, params=LAYER, inputs=np.ones((6, 5), np.float32)), None, layout="factored")
     steps = plan_steps(store.leaves, store.operands, store.n_outputs, store.n_examples, Mode.FULL)
     # Not twice, although the bias has a leaf of its own.
-    assert sum(step.flops_pair for step in steps) == 2 * 5 + 2 * 3 * 3 * 3 + ELEMENTWISE * 3 * 3
+    assert sum(step.flops_pair for step in steps) == 2 * 5 + 2 * 3 * 3 * 3 + limits.LIMITS.elementwise_flops * 3 * 3
 
 
 LAYER = {"bias": np.ones(3, np.float32), "weight": np.ones((5, 3), np.float32)}

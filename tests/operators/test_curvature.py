@@ -59,8 +59,8 @@ def test_jvp_and_vjp_are_products_with_the_dense_jacobian(make):
     assert_close(jacobian.H @ u[:, 0], rows.T @ u[:, 0])
 
 
-def test_hvp_and_gvp_are_products_with_the_dense_matrices(monkeypatch):
-    monkeypatch.setattr("jacstore.operators.autodiff.LARGEST_BLOCK", 2)
+def test_hvp_and_gvp_are_products_with_the_dense_matrices(limits):
+    limits(columns_together=2)
     problem = mlp(11)
     rows, outputs = dense_rows(problem), dense_outputs(problem)
     p = np.exp(outputs) / np.exp(outputs).sum(1, keepdims=True)

@@ -7,7 +7,6 @@ import math
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 from scipy.sparse.linalg import cg, eigsh, lobpcg, lsmr, svds
 
 import jacstore
+from helpers_limits import limited
 from jacstore import StoreWriter
 from jacstore.base.events import SlabDone, Started
 from jacstore.errors import (
@@ -182,12 +182,7 @@ def weighted(rows, blocks):
     scratch=st.sampled_from([1, 60, 4_000_000]),
 )
 def test_products_are_those_of_dense_rows_and_read_each_number_once(store, m, width, depth, scratch):
-    with (
-        mock.patch("jacstore.terms.matrix_products.WIDTH", width),
-        mock.patch("jacstore.terms.matrix_products.DEPTH", depth),
-        mock.patch("jacstore.terms.matrix_products.SCRATCH", scratch),
-        mock.patch("jacstore.operators.panels.SLAB_COLUMNS", depth),
-    ):
+    with limited(product_width=width, product_depth=depth, product_numbers=scratch, slab_columns=depth):
         compare_products(store, m)
 
 
@@ -236,7 +231,7 @@ def test_leaves_and_examples_are_rows_and_columns_of_the_whole(store, data):
 def built():
     """Stores of networks with every kind of term, in float64."""
     names = ("tied embedding", "conv, groups")
-    with mock.patch("jacstore.rows.trace.cut.SMALLEST", 0):
+    with limited(smallest_factored=0):
         return {name: jacstore.build(tiny(name), None, dtype="float64", unit_size=2) for name in names}
 
 
@@ -411,20 +406,17 @@ def test_the_matrix_is_that_of_dense_rows_in_one_pass(store, likelihood, rows):
     if blocks is None:
         blocks = normal(n, k, k)
         blocks = likelihood = blocks + blocks.transpose(0, 2, 1)
-    with (
-        mock.patch("jacstore.operators.ggn_matrix.ROWS", rows),
-        mock.patch("jacstore.operators.ggn_matrix.COLUMNS", 7 * rows),
-    ):
+    with limited(ggn_rows=rows, ggn_columns=7 * rows):
         found, read = passes(store, lambda: jacstore.ggn(store, likelihood, 0.3, memory="1GB"))
     assert read == 1
     np.testing.assert_array_equal(found, found.T)
     assert_close(found, weighted(dense, blocks) + 0.3 * np.eye(dense.shape[1]), 1e-11)
 
 
-def test_a_matrix_on_disk_is_continued_not_begun_again(mlp, tmp_path, monkeypatch):
+def test_a_matrix_on_disk_is_continued_not_begun_again(mlp, tmp_path, limits):
     store, rows = mlp
     out, options = tmp_path / "run.ggn", {"likelihood": "softmax", "alpha": 0.1}
-    monkeypatch.setattr("jacstore.storage.checkpoints.CHECKPOINT_SPEED", 1e15)
+    limits(checkpoint_speed=1e15)
     stopping = Stopping(SlabDone, after=3)
     with pytest.raises(RunInterruptedError):
         jacstore.ggn(store, out=out, listener=stopping, stop=stopping.stop, **options)

@@ -21,8 +21,8 @@ from jacstore.testing import cnn, mlp
 
 
 @pytest.fixture(autouse=True)
-def _small_leaves_count(monkeypatch):
-    monkeypatch.setattr("jacstore.rows.trace.cut.SMALLEST", 0)
+def _small_leaves_count(limits):
+    limits(smallest_factored=0)
 
 
 def spoil(monkeypatch, change):
@@ -70,15 +70,15 @@ def test_every_unit_is_compared(network, layout, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
-def test_what_is_right_passes_in_every_type_and_for_every_example(dtype, monkeypatch):
-    monkeypatch.setattr("jacstore.rows.row_check.SHARE", 1e9)
+def test_what_is_right_passes_in_every_type_and_for_every_example(dtype, limits):
+    limits(check_share=1e9)
     for problem in (mlp(20), cnn(20), cnn(20, outputs="sum")):
         jacstore.build(problem, None, dtype=dtype, unit_size=10)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_rows_of_which_only_rounding_is_left_are_no_fault(dtype, monkeypatch):
-    monkeypatch.setattr("jacstore.rows.row_check.SHARE", 1e9)
+def test_rows_of_which_only_rounding_is_left_are_no_fault(dtype, limits):
+    limits(check_share=1e9)
     rng = np.random.default_rng(3)
     params = {"g": rng.normal(size=5)}
 

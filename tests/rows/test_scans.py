@@ -13,8 +13,8 @@ from jacstore.testing import dense_kernel, dense_rows, kernel_error
 
 
 @pytest.fixture(autouse=True)
-def _small_leaves_count(monkeypatch):
-    monkeypatch.setattr("jacstore.rows.trace.cut.SMALLEST", 0)
+def _small_leaves_count(limits):
+    limits(smallest_factored=0)
 
 
 def normal(*shape, seed=7):

@@ -33,8 +33,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even k
 
 
 @pytest.fixture(autouse=True)
-def _small_leaves_count(monkeypatch):
-    monkeypatch.setattr("jacstore.rows.torch.choose_terms.SMALLEST", 0)
+def _small_leaves_count(limits):
+    limits(smallest_factored=0)
 
 
 @pytest.fixture(autouse=True)

@@ -23,8 +23,8 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
-def _small_leaves_count(monkeypatch):
-    monkeypatch.setattr("jacstore.rows.torch.choose_terms.SMALLEST", 0)
+def _small_leaves_count(limits):
+    limits(smallest_factored=0)
     torch.manual_seed(0)
 
 
@@ -203,9 +203,8 @@ def rare(at):
     return Function(forward, a=nn.Linear(4, 4), head=nn.Linear(4, 2)), x
 
 
-def test_terms_found_wrong_in_the_first_unit_become_rows_and_stay_so_when_continued(tmp_path, monkeypatch):
-    monkeypatch.setattr("jacstore.rows.torch.audit.UNNOTICED", 1e9)
-    monkeypatch.setattr("jacstore.rows.torch.audit.FIRST_COMPARED", 1000)
+def test_terms_found_wrong_in_the_first_unit_become_rows_and_stay_so_when_continued(tmp_path, limits):
+    limits(audit_unnoticed_seconds=1e9, audit_first=1000)
     module, inputs = rare(20)
     store = jacstore.torch.build(module, inputs, tmp_path / "s", dtype="float64", unit_size=200)
     assert terms_of(store) == "dense dense dot dot" and store.report["examples_audited"] >= 200
@@ -214,17 +213,15 @@ def test_terms_found_wrong_in_the_first_unit_become_rows_and_stay_so_when_contin
     assert again.report["units_reused"] == 2
 
 
-def test_terms_found_wrong_after_units_are_stored_end_the_build_naming_parameter_and_example(tmp_path, monkeypatch):
-    monkeypatch.setattr("jacstore.rows.torch.audit.UNNOTICED", 1e9)
-    monkeypatch.setattr("jacstore.rows.torch.audit.FIRST_COMPARED", 1000)
+def test_terms_found_wrong_after_units_are_stored_end_the_build_naming_parameter_and_example(tmp_path, limits):
+    limits(audit_unnoticed_seconds=1e9, audit_first=1000)
     module, inputs = rare(250)
     with pytest.raises(InvalidFunctionError, match=r"'a.weight' .* example 250 .*layout='dense'"):
         jacstore.torch.build(module, inputs, tmp_path / "s", unit_size=100)
 
 
-def test_every_unit_is_compared_with_autograd_whatever_it_takes(monkeypatch):
-    monkeypatch.setattr("jacstore.rows.torch.audit.UNNOTICED", 0)
-    monkeypatch.setattr("jacstore.rows.torch.audit.SHARE", 0)
+def test_every_unit_is_compared_with_autograd_whatever_it_takes(limits):
+    limits(audit_unnoticed_seconds=0, audit_share=0)
     module, inputs = nn.Linear(4, 2), torch.randn(40, 4)
     store = jacstore.torch.build(module, inputs, None, unit_size=5, batch_size=5)
     assert 8 <= store.report["examples_audited"] <= 9

@@ -21,8 +21,8 @@ WIDTH = 4
 
 
 @pytest.fixture(autouse=True)
-def _small_leaves_count(monkeypatch):
-    monkeypatch.setattr("jacstore.rows.torch.choose_terms.SMALLEST", 0)
+def _small_leaves_count(limits):
+    limits(smallest_factored=0)
     torch.manual_seed(0)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import jacstore
+from jacstore.base.limits import LIMITS
 from jacstore.errors import JacstoreError
 
 torch = pytest.importorskip("torch")
@@ -178,8 +179,8 @@ def outcome(seed):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_rows_of_a_random_module_are_those_of_autograd(seed, monkeypatch):
-    monkeypatch.setattr("jacstore.rows.torch.choose_terms.SMALLEST", 0)
+def test_rows_of_a_random_module_are_those_of_autograd(seed, limits):
+    limits(smallest_factored=0)
     name, found = outcome(seed)
     # A branch on the values of a whole batch looks like examples that are coupled.
     assert found == "right" or ("branch" in name and found.startswith("refused: outputs depend")), name
@@ -187,9 +188,7 @@ def test_rows_of_a_random_module_are_those_of_autograd(seed, monkeypatch):
 
 def search(cases, first):
     """Print how many cases are right, refused or wrong, and each that is not right."""
-    from jacstore.rows.torch import choose_terms
-
-    choose_terms.SMALLEST = 0
+    LIMITS.smallest_factored = 0
     counts = Counter()
     for seed in range(first, first + cases):
         name, found = outcome(seed)

@@ -19,8 +19,8 @@ LAX_CONV = jax.lax.conv_general_dilated
 
 
 @pytest.fixture(autouse=True)
-def _small_leaves_count(monkeypatch):
-    monkeypatch.setattr("jacstore.rows.trace.cut.SMALLEST", 0)
+def _small_leaves_count(limits):
+    limits(smallest_factored=0)
 
 
 def normal(*shape, seed=7):

@@ -176,9 +176,9 @@ def test_processes_take_turns_and_one_alone_takes_over_what_a_dead_one_left(tmp_
 
 
 @pytest.mark.parametrize("body", [dead(host="elsewhere"), "", "{", "[]"], ids=["elsewhere", "empty", "torn", "list"])
-def test_what_nobody_here_can_ask_about_is_taken_over_when_it_has_stood_still(body, monkeypatch, tmp_path):
+def test_what_nobody_here_can_ask_about_is_taken_over_when_it_has_stood_still(body, limits, tmp_path):
     (tmp_path / "turn").write_text(body)
-    monkeypatch.setattr(jacstore.storage.exclusive, "STALE_SECONDS", 0.0)
+    limits(guard_stale_seconds=0.0)
     with held(tmp_path / "turn"):
         assert str(os.getpid()) in (tmp_path / "turn").read_text()
     assert not (tmp_path / "turn").exists()

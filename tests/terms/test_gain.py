@@ -201,10 +201,10 @@ def test_engines_and_plans_agree(made, name, options):
     assert np.linalg.norm(found - truth) <= 1e-6 * np.linalg.norm(truth)
 
 
-def test_columns_in_narrow_slabs_are_those_of_whole_rows(made, monkeypatch):
+def test_columns_in_narrow_slabs_are_those_of_whole_rows(made, limits):
     from jacstore.terms.expand_rows import expanded_slabs
 
-    monkeypatch.setattr("jacstore.terms.expand_rows.EXPANDED_BYTES", 1)
+    limits(expanded_bytes=1)
     for name in CASES:
         store, rows = made(name)
         for leaf in (leaf for leaf in store.leaves if not leaf.dense):

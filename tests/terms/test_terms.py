@@ -25,8 +25,8 @@ from support import terms_of, three
 
 
 @pytest.fixture(autouse=True)
-def _small_leaves_count(monkeypatch):
-    monkeypatch.setattr("jacstore.rows.trace.cut.SMALLEST", 0)
+def _small_leaves_count(limits):
+    limits(smallest_factored=0)
 
 
 class Draw:
@@ -340,13 +340,13 @@ def test_narrow_types_hold_their_bounds(dtype, limit):
         assert np.linalg.norm(found - rows) <= limit * np.linalg.norm(rows)
 
 
-def test_an_expanded_convolution_gives_the_kernel_of_an_implicit_one(monkeypatch):
+def test_an_expanded_convolution_gives_the_kernel_of_an_implicit_one(limits):
     problem = tiny("conv 2-D with max-pool")
     rows = truth(problem)
     store = jacstore.build(problem, None, dtype="float64")
     kernels = []
     for weight in (0, 10**6):
-        monkeypatch.setattr("jacstore.kernels.plan.steps.ELEMENTWISE", weight)
+        limits(elementwise_flops=weight)
         kernel = assert_kernels(store, rows, 1e-12, tile=2)
         kernels.append([step.expanded for step in kernel.plan.steps])
     assert kernels[0] == [()] and 1 in kernels[1][0]

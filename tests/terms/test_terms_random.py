@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 import jacstore
 from jacstore import Problem
+from jacstore.base.limits import LIMITS
 from jacstore.base.modes import Mode
 from jacstore.terms.row_products import products
 
@@ -34,7 +35,7 @@ COUNT = 3 if settings().derandomize else 100
 def _small_leaves_count_and_programs_compile_quickly():
     before = jax.config.values[FAST_COMPILATION]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jacstore.rows.trace.cut.SMALLEST", 0)
+        patch.setattr(LIMITS, "smallest_factored", 0)
         # Each network is compiled several times and run three times.
         jax.config.update(FAST_COMPILATION, True)
         yield

@@ -11,15 +11,10 @@ from typing import Any
 import numpy as np
 from scipy.linalg import blas, lapack
 
+from jacstore.base.limits import LIMITS
 from jacstore.errors import InvalidRequestError
 
 PANEL = 512  # right-hand sides that are solved together
-# SciPy's LAPACK keeps the interpreter while it runs, so that no signal is handled before it returns: it gets blocks of
-# a fraction of a second, and NumPy's matrix products, which let the interpreter go, do the rest. Blocks also keep clear
-# of OpenBLAS up to 0.3.31, which ends the process in a threaded potrf of more than 15,000 rows on two cores.
-BLOCK_ROWS, BLOCK_COLUMNS = 1024, 4096
-# The workspace of LAPACK's divide and conquer, 1 + 6 R + 2 R², leaves 32 bits beyond this many rows.
-LAPACK_32_BIT_ROWS = 32_766
 
 
 class Cholesky:
@@ -161,7 +156,8 @@ def bytes_needed(method: str, rows: int) -> int:
     """Bytes at the peak of a factorization of R rows, the kernel among them."""
     # numpy.linalg.eigh: the kernel, LAPACK's copy, 2 R² of workspace, and the vectors.
     copies = {"cholesky": 1, "eigh": 5, "eigvalsh": 2, "kept": 1}[method]
-    blocks = BLOCK_ROWS * (BLOCK_ROWS + BLOCK_COLUMNS) if method == "cholesky" and rows > BLOCK_ROWS else 0
+    height, width = LIMITS.cholesky_rows, LIMITS.cholesky_columns
+    blocks = height * (height + width) if method == "cholesky" and rows > height else 0
     return 8 * (copies * rows * rows + blocks)
 
 
@@ -171,25 +167,25 @@ def cholesky(matrix: np.ndarray, alpha: float) -> tuple[np.ndarray, int]:
     Only the upper triangle counts. Block row by block row, left-looking: Golub, Van Loan, Matrix Computations, 2013,
     section 4.2.
     """
-    rows = len(matrix)
+    rows, height, width = len(matrix), LIMITS.cholesky_rows, LIMITS.cholesky_columns
     matrix[np.diag_indices(rows)] += alpha
-    if rows <= BLOCK_ROWS:
+    if rows <= height:
         _, failed = _potrf(matrix)
         return matrix, failed
-    for a in range(0, rows, BLOCK_ROWS):
-        b = min(a + BLOCK_ROWS, rows)
-        for c in range(a, rows, BLOCK_COLUMNS):
-            d = min(c + BLOCK_COLUMNS, rows)
+    for a in range(0, rows, height):
+        b = min(a + height, rows)
+        for c in range(a, rows, width):
+            d = min(c + width, rows)
             matrix[a:b, c:d] -= matrix[:a, a:b].T @ matrix[:a, c:d]
         corner = np.ascontiguousarray(matrix[a:b, a:b])
         lower, failed = _potrf(corner)
         matrix[a:b, a:b] = corner
         if failed:
             return matrix, a + failed
-        for c in range(b, rows, BLOCK_COLUMNS):
-            right = np.ascontiguousarray(matrix[a:b, c : c + BLOCK_COLUMNS])
+        for c in range(b, rows, width):
+            right = np.ascontiguousarray(matrix[a:b, c : c + width])
             solved = blas.dtrsm(1.0, lower, right.T, side=1, lower=1, trans_a=1, overwrite_b=1)
-            matrix[a:b, c : c + BLOCK_COLUMNS] = solved.T
+            matrix[a:b, c : c + width] = solved.T
     return matrix, 0
 
 
@@ -212,20 +208,22 @@ def solve_upper(upper: np.ndarray, block: np.ndarray) -> np.ndarray:
 
 
 def _block_rows(rows: int) -> list[tuple[int, int]]:
-    return [(a, min(a + BLOCK_ROWS, rows)) for a in range(0, rows, BLOCK_ROWS)]
+    height = LIMITS.cholesky_rows
+    return [(a, min(a + height, rows)) for a in range(0, rows, height)]
 
 
 def _solve_corner(corner: np.ndarray, block: np.ndarray, first: int, *, transposed: bool) -> None:
     """Overwrite `block` with the solution of a triangular system; `first` is the number of its first row."""
     # LAPACK counts in columns: the transpose of a C-ordered upper triangle is a lower one.
     lower = np.ascontiguousarray(corner).T
-    for c in range(0, block.shape[1], BLOCK_COLUMNS):
-        found, info = lapack.dtrtrs(lower, block[:, c : c + BLOCK_COLUMNS], lower=1, trans=0 if transposed else 1)
+    width = LIMITS.cholesky_columns
+    for c in range(0, block.shape[1], width):
+        found, info = lapack.dtrtrs(lower, block[:, c : c + width], lower=1, trans=0 if transposed else 1)
         if info:
             raise InvalidRequestError(
                 f"the triangular solve failed in row {first + info}: the factor's diagonal is zero; use a larger alpha"
             )
-        block[:, c : c + BLOCK_COLUMNS] = found
+        block[:, c : c + width] = found
 
 
 def _potrf(matrix: np.ndarray) -> tuple[np.ndarray, int]:
@@ -255,9 +253,9 @@ def refuse_32_bit(rows: int) -> None:
     InvalidRequestError
         If there are more than 32,766 rows and NumPy does not say that its LAPACK counts in 64 bits.
     """
-    if rows > LAPACK_32_BIT_ROWS and not _numpy_counts_in_64_bits():
+    if rows > LIMITS.lapack_32_bit_rows and not _numpy_counts_in_64_bits():
         raise InvalidRequestError(
-            f"{rows:,} rows: NumPy's LAPACK here counts in 32 bits, allowed are {LAPACK_32_BIT_ROWS:,}; use "
+            f"{rows:,} rows: NumPy's LAPACK here counts in 32 bits, allowed are {LIMITS.lapack_32_bit_rows:,}; use "
             'method="cholesky" or jacstore.block_cg, or install NumPy from its wheels'
         )
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jacstore.base import machine
-from jacstore.base.limits import PRODUCT_BYTES
+from jacstore.base.limits import LIMITS, PRODUCT_BYTES
 from jacstore.base.modes import Mode
 from jacstore.base.threads import all_done, blas_threads
 from jacstore.terms.factor_set import FactorSet
@@ -23,8 +23,6 @@ from jacstore.terms.factor_set import FactorSet
 LEAST_SPLIT = 128
 # Blocks of a tile that is not small, enough for the cores of most machines.
 LEAST_BLOCKS = 16
-# Rows of a symmetric product that BLAS takes whole; see the limit in linalg/cholesky_eigh.py.
-SYRK_ROWS = 8192
 
 
 class Engine(Protocol):
@@ -118,7 +116,7 @@ class BlasEngine:
             self._scratch = np.empty(total.size, self.slab_dtype)
         # NumPy calls syrk when both operands are one array, and then the result is symmetric to the bit.
         same = left.shape == right.shape and left.ctypes.data == right.ctypes.data
-        step = SYRK_ROWS if same else max(1, len(left))
+        step = LIMITS.syrk_rows if same else max(1, len(left))
         for a in range(0, len(left), step):
             # The lower half of a tile on the diagonal is the mirror of the upper one.
             first = a if same else 0

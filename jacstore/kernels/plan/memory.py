@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from jacstore.base.limits import EXPANDED_BYTES, PRODUCT_BYTES
+from jacstore.base.limits import LIMITS, PRODUCT_BYTES
 from jacstore.base.modes import Mode
 from jacstore.kernels.plan.plan import Group, Step, merge_ranges
 from jacstore.store.layout import Side
@@ -82,7 +82,7 @@ class Footprint:
                 + (step.patch_numbers if self.patches_kept else 0)
                 for step in self.steps
             )
-        formed = 2 * self.slab_copies * EXPANDED_BYTES if any(step.expanded for step in self.steps) else 0
+        formed = 2 * self.slab_copies * LIMITS.expanded_bytes if any(step.expanded for step in self.steps) else 0
         pairs = max((step.positions * self.n_outputs) ** 2 for step in self.steps) * self.product_itemsize
         return {
             # Factors are held as they are read and once more in the order that products want.

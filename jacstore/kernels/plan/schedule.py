@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from jacstore.base.budget import Budget
-from jacstore.base.limits import IO_THREADS, MAX_FILES, MAX_ITEMS, SLAB_COLUMNS
+from jacstore.base.limits import IO_THREADS, LIMITS, MAX_FILES, MAX_ITEMS
 from jacstore.base.modes import Mode
 from jacstore.errors import InvalidRequestError
 from jacstore.kernels.plan.memory import Footprint
@@ -282,7 +282,7 @@ def _finish(
 ) -> GramPlan:
     """Fill in slab width, splits over workers and the counts."""
     room = min((share - sizes.fixed(g)) // max(1, sizes.per_column(g)) for g in groups)
-    pieces = max(1, min(room, SLAB_COLUMNS, max(1, n_columns) + piece_columns - 1) // piece_columns)
+    pieces = max(1, min(room, LIMITS.slab_columns, max(1, n_columns) + piece_columns - 1) // piece_columns)
     width = pieces * piece_columns
     of_worker = max(sum(sizes.parts(g, min(width, n_columns)).values()) for g in groups)
     # Groups are independent; columns are split only as far as groups do not keep all workers busy.

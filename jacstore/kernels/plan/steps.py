@@ -9,13 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from jacstore.base.limits import LIMITS
 from jacstore.base.modes import Mode
 from jacstore.kernels.plan.plan import Step
 from jacstore.terms.kinds import Leaf, Operand
 from jacstore.terms.row_products import inside_flops, own_rows_are_smaller
-
-# Adding and multiplying numbers one by one costs about this many multiplications of a matrix product.
-ELEMENTWISE = 12
 
 
 def plan_steps(
@@ -137,10 +135,11 @@ def _costs(leaf: Leaf, operands: dict[str, Operand], n_outputs: int, mode: Mode)
         example += 2 * t * leaf.size * n_outputs
         for q in leaf.factored:
             s = shapes[q.cotangents][1]
-            inside = inside_flops(p, q, shapes, ELEMENTWISE)
+            inside = inside_flops(p, q, shapes, LIMITS.elementwise_flops)
             # A sum over positions is formed before anything is multiplied.
             pairs = t * s if inside is not None else 1
-            implicit += 2 * groups * pairs * width * outputs + ELEMENTWISE * groups * pairs * outputs + (inside or 0)
+            each = 2 * width + LIMITS.elementwise_flops
+            implicit += groups * pairs * outputs * each + (inside or 0)
     expandable = all(term.in_slabs for term in leaf.factored)
     if mode.within_examples or _simple(leaf, operands) or not expandable:
         return implicit, 2**62, example

@@ -11,17 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from jacstore.base.limits import LIMITS
 from jacstore.errors import JacstoreError
 from jacstore.rows.device_pass import BatchRows
 from jacstore.rows.torch.device_pass import TorchPass
 from jacstore.rows.torch.hooks import Varies
 from jacstore.rows.torch.network import mapped
 from jacstore.terms.kinds import expand
-
-# Time for comparisons: a share of the time of the passes, and a number of seconds that nobody notices.
-SHARE, UNNOTICED = 0.04, 0.5
-# How many at most before it is known how long one takes.
-FIRST_COMPARED = 64
 
 
 class Differs(JacstoreError):
@@ -61,8 +57,8 @@ class Audit:
         began = time.perf_counter()
         order = [n for n in self._draw.permutation(count) if a + n != self._certain]
         chosen = [self._certain - a] if a <= self._certain < a + count else []
-        allowed = max(UNNOTICED, SHARE * self.seconds_of_passes) - self.seconds
-        each = self.seconds / self.examples if self.examples else allowed / FIRST_COMPARED
+        allowed = max(LIMITS.audit_unnoticed_seconds, LIMITS.audit_share * self.seconds_of_passes) - self.seconds
+        each = self.seconds / self.examples if self.examples else allowed / LIMITS.audit_first
         chosen += order[: max(0, int(allowed / each)) if each else None]
         combined = _Combined(self.passes, chosen, self._draw)
         try:

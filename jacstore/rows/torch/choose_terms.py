@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from jacstore.base.limits import LIMITS
 from jacstore.rows.torch.hooks import Key, Layer
 from jacstore.rows.torch.network import Network, path_of
-from jacstore.rows.trace.cut import SMALLEST
 from jacstore.terms.kinds import Dense, Factored, Leaf, Operand, Term
 
 # Why a leaf has no terms that had some until an example showed that they are not its gradient.
@@ -123,7 +123,7 @@ def _pays(
     numbers = sum(o.numbers(n_outputs) for layer, _ in uses for o in (layer.inputs, layer.cotangents))
     size = n_outputs * value.numel()
     smaller_by = uses[0][0].term(bias=False).smaller_by
-    take = layout == "factored" or SMALLEST <= size > smaller_by * numbers
+    take = layout == "factored" or LIMITS.smallest_factored <= size > smaller_by * numbers
     return take, f"{numbers:,} numbers against {size:,}"
 
 

@@ -15,15 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jacstore.base.limits import LIMITS
 from jacstore.problem.problem import Prepared, precision_context
 from jacstore.problem.program import KEPT_PARTS, Recent
 from jacstore.rows.trace.backward import Backward, hash_values
 from jacstore.rows.trace.candidates import Made, Stacked
 from jacstore.rows.trace.find_terms import Finder, Found
 from jacstore.terms.kinds import Dense, Leaf, Operand, Term, expand
-
-# Rows of smaller leaves stand side by side in one array; as factors each would take files of its own.
-SMALLEST = 1024
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -208,7 +206,8 @@ def _choose(
         products = bool(leaf.terms) and not leaf.pending
         numbers, size = sum(core.numbers(n_outputs) for core in leaf.terms), n_outputs * math.prod(shape)
         smaller_by = max((core.smaller_by for core in leaf.terms), default=1)
-        take = products and layout != "dense" and (layout == "factored" or SMALLEST <= size > smaller_by * numbers)
+        pays = LIMITS.smallest_factored <= size > smaller_by * numbers
+        take = products and layout != "dense" and (layout == "factored" or pays)
         if products:
             leaf.why = f"{numbers:,} numbers against {size:,}" if layout != "dense" else "layout dense"
         chosen.append(take)
