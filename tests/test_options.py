@@ -19,6 +19,7 @@ from jacstore import InvalidRequestError
 from jacstore.base.limits import DTYPES
 from jacstore.base.options import Options, count, described, flag_of, host_memory, other, pair, size, switch, word
 from jacstore.cli.flags import flags_of
+from jacstore.cli.terminal import common
 from jacstore.kernels.gram import plan_for
 from jacstore.kernels.plan.options import GramOptions
 from jacstore.rows.build import plan_build
@@ -26,9 +27,8 @@ from jacstore.rows.options import BuildOptions
 from jacstore.testing import mlp
 
 COMMANDS = jacstore.cli.commands.main.commands
-# What functions take beside options, and what commands do.
+# What functions take beside options.
 NOT_OPTIONS = {"listener", "stop", "outputs"}
-NOT_FLAGS = {"target", "store", "other", "out", "dry_run", "as_json", "debug", "quiet", "help"}
 
 
 def keywords(function):
@@ -40,6 +40,12 @@ def keywords(function):
 
 def declared(options):
     return {one.name: one.default for one in fields(options)}
+
+
+def own_names(command):
+    """What a command takes by itself, and what all take; the rest are flags of its options."""
+    of_all = click.command()(common(lambda shared: None)).params
+    return {*inspect.signature(COMMANDS[command].callback).parameters, *(one.name for one in of_all)}
 
 
 def torch_build():
@@ -68,7 +74,7 @@ def test_builds_with_jax_and_with_torch_declare_the_same_types():
 
 @pytest.mark.parametrize(("command", "options"), [("build", BuildOptions), ("gram", GramOptions)])
 def test_the_flags_of_a_command_are_its_options_with_their_defaults_words_and_help(command, options):
-    flags = {one.name: one for one in COMMANDS[command].params if one.name not in NOT_FLAGS}
+    flags = {one.name: one for one in COMMANDS[command].params if one.name not in own_names(command)}
     assert list(flags) == list(declared(options))
     for name, option in described(options).items():
         flag = flags[name]
@@ -92,6 +98,8 @@ class Example(Options):
     memory: int = host_memory("Memory.")
     limit: int | None = size("Limit.")
     steps: int | None = count("Steps.")
+    tries: int = count("Tries.", default=2)
+    buffer: int = size("Buffer.", default="1kB")
     dtype: str = word("float32", DTYPES, "Type.")
     maybe: str | None = word(None, ("a", "b"), "Maybe.")
     rows: tuple[int, int] | None = pair("A:B", "Rows.")
@@ -112,8 +120,16 @@ def test_a_new_flag_is_one_field():
     found = Example.among(taken | {"unrelated": 1})
     assert (found.limit, found.steps, found.dtype, found.maybe, found.rows) == (2000, 3, "float32", "b", (1, 4))
     assert found.fast is True and found.place == "THERE" and found.memory > 0
+    assert (found.tries, found.buffer) == (2, 1000)
     shown = CliRunner().invoke(command, ["--help"]).output
+    assert "[default: 2]" in shown and "[default: 1kB]" in shown
     assert all(f"--{name}" in shown for name in declared(Example)) and "[float32|bfloat16|float16|float64]" in shown
+
+
+def test_an_option_with_a_default_cannot_be_left_open():
+    for name, wrong in (("tries", None), ("tries", 0), ("buffer", None), ("buffer", "none")):
+        text = refusal(Example, **{name: wrong})
+        assert text.startswith(f"--{name} {wrong}: ") and f"({name}=)" in text
 
 
 # --- checked in one place ---------------------------------------------------------------------------------------------

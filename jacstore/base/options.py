@@ -73,14 +73,14 @@ def host_memory(help: str) -> Any:
     return _field(None, Option(help=help, parse=lambda given, _: default_memory(given), metavar="SIZE"))
 
 
-def size(help: str) -> Any:
-    """Bytes; None if not given."""
-    return _field(None, Option(help=help, parse=parse_size, metavar="SIZE"))
+def size(help: str, default: Size = None) -> Any:
+    """Bytes; without a default, None if not given."""
+    return _field(default, Option(help=help, parse=_closed(parse_size, default), metavar="SIZE"))
 
 
-def count(help: str) -> Any:
-    """An integer of at least 1; None if not given."""
-    return _field(None, Option(help=help, parse=parse_count, metavar="N", type=int))
+def count(help: str, default: int | None = None) -> Any:
+    """An integer of at least 1; without a default, None if not given."""
+    return _field(default, Option(help=help, parse=_closed(parse_count, default), metavar="N", type=int))
 
 
 def word(default: str | None, words: tuple[str, ...], help: str) -> Any:
@@ -118,6 +118,13 @@ def devices(help: str) -> Any:
 def other(default: Any, parse: Callable[[Any, str], Any], help: str) -> Any:
     """A text that is parsed in a way of its own."""
     return _field(default, Option(help=help, parse=parse))
+
+
+def _closed(parse: Callable[[Any, str], Any], default: Any) -> Callable[[Any, str], Any]:
+    """The same parser; where there is a default, None is refused like any other value that is none."""
+    if default is None:
+        return parse
+    return lambda given, flag: parse("None" if given is None else given, flag)
 
 
 def _field(default: Any, option: Option) -> Any:

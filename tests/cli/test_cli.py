@@ -43,25 +43,8 @@ from jacstore.storage.ledger import Lock
 from jacstore.store.reports import LeafFacts
 from jacstore.testing import TOLERANCE, mlp, row_error
 
-# Flags and keys of the contract.
-SHARED = {"--json", "--debug", "--quiet"}
-STARTING = SHARED | {"--overwrite", "--dry-run", "--out", "--memory", "--device-memory", "--dtype", "--part"}
-FLAGS = {
-    "build": STARTING
-    | {"--layout", "--batch-size", "--output-batch", "--unit-size", "--codec", "--examples", "--allow-nonfinite"}
-    | {"--devices"},
-    "gram": STARTING
-    | {"--mode", "--precision", "--engine", "--tile", "--by-leaf", "--triangle", "--scheduler", "--workers"}
-    | {"--exact-diagonal", "--devices"},
-    "info": SHARED,
-    "clean": SHARED,
-    "predict": SHARED | {"--labels", "--alpha", "--out", "--from-network", "--keep", "--no-keep", "--memory"},
-    "spectrum": SHARED | {"--top", "--alpha", "--memory"},
-    "verify": SHARED | {"--target", "--store", "--samples", "--full"},
-    "sample": SHARED
-    | {"--alpha", "--n", "--key", "--out", "--likelihood", "--method", "--error", "--q", "--memory", "--precision"}
-    | {"--overwrite", "--keep", "--no-keep"},
-}
+COMMANDS = jacstore.cli.commands.main.commands
+# Keys of the contract.
 ALL_KEYS = {
     "build": "store, examples, outputs, parameters, leaves, units_total, units_computed, units_reused, bytes_stored, "
     "bytes_dense, seconds_total, seconds_compile, seconds_device, seconds_write, peak_rss, "
@@ -126,17 +109,23 @@ def failed(*words, code=2):
 # --- help -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", FLAGS)
-def test_help_lists_every_flag_of_the_contract(command):
+def flags_of_command(name):
+    options = [one for one in COMMANDS[name].params if isinstance(one, click.Option)]
+    return {flag for one in options for flag in (*one.opts, *one.secondary_opts) if flag.startswith("--")}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_lists_every_flag_of_a_command_among_them_those_of_all_commands(command):
     text = done(command, "--help")
-    flags = set(re.findall(r"(?<![\w-])--[a-z-]+", text.split("Options:")[1]))
-    assert FLAGS[command] <= flags
+    listed = set(re.findall(r"(?m)^  (?:-\w, )?(--[a-z-]+)(?: / (--[a-z-]+))?", text.split("Options:")[1]))
+    assert {flag for line in listed for flag in line if flag} == flags_of_command(command) | {"--help"}
+    assert {"--json", "--debug", "--quiet"} <= flags_of_command(command)
     assert all(line == line.rstrip() for line in text.splitlines())
 
 
 def test_help_lists_the_commands_and_says_how_to_continue():
     text = done("--help")
-    assert all(f"\n  {command} " in text for command in FLAGS)
+    assert all(f"\n  {command} " in text for command in COMMANDS)
     assert "Running the same command again continues it." in text
     assert done("-h") == text and re.search(r"\d+\.\d+\.\d+", done("--version"))
 
@@ -537,7 +526,7 @@ def test_a_kernel_says_where_its_store_is_from_here(finished, tmp_path, monkeypa
 def test_the_package_runs_as_a_module():
     words = [sys.executable, "-m", "jacstore", "--help"]
     shown = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    assert shown.startswith("Usage: jacstore ") and all(f"\n  {command} " in shown for command in FLAGS)
+    assert shown.startswith("Usage: jacstore ") and all(f"\n  {command} " in shown for command in COMMANDS)
 
 
 def test_a_plan_does_not_overwrite(target, store_path, tmp_path):
