@@ -1,6 +1,6 @@
-"""In: a network, its examples and a folder. Out: trained parameters, stores, kernels, a regression, a figure.
+"""Train a network, build stores and kernels, fit a regression and draw a figure: what the pipelines share.
 
-What the pipelines share. Kernel ridge regression predicts `K(x, X) (K(X, X) + ridge I)⁻¹ y`, in float64, with the
+Kernel ridge regression predicts `K(x, X) (K(X, X) + ridge I)⁻¹ y`, in float64, with the
 neural tangent kernel of the trained network (Jacot et al. 2018, arXiv:1806.07572; Lee et al. 2019, arXiv:1902.06720).
 """
 

@@ -1,4 +1,4 @@
-"""In: MNIST as an npz file, an interpreter with laplace-torch. Out: predictive variances of both: table, CSV, figure.
+"""Compare predictive variances of jacstore and laplace-torch on MNIST: a table, a CSV file and a figure.
 
 The same trained network, examples and prior precision; variances of the outputs at test examples under the Laplace
 posterior for a Gaussian likelihood (Immer et al. 2021, arXiv:2008.08400). jacstore keeps the Jacobian on disk and

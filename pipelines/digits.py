@@ -1,4 +1,4 @@
-"""In: scikit-learn's digits, 8 x 8 pixels. Out: a network's store, its NTK, kernel regression, a figure.
+"""Build a network's store and its NTK on scikit-learn's digits, 8 x 8 pixels, and predict with kernel regression.
 
 Run `python pipelines/digits.py`; run it again and everything is reused. `jacstore build pipelines/digits.py --out
 digits.jac` stores the same Jacobian from the command line.

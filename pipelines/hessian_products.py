@@ -1,4 +1,4 @@
-"""In: a memory limit. Out: up to which dimension products with a Hessian and its inverse are possible, and how fast.
+"""Find up to which dimension products with a Hessian and its inverse are possible within a memory, and how fast.
 
 For the loss `L(x) = sum (2 x_i + 0.5)²` of f(x) = 2 x + 0.5, linear, so that the generalised Gauss-Newton matrix is
 the Hessian, 8 I. Products: with the explicit Hessian, by a Hessian-vector product (jvp of the gradient, HVP), by a

@@ -1,4 +1,4 @@
-"""In: MNIST as an npz file, or generated images. Out: the kernel of each leaf of two networks: table, CSV and figure.
+"""Compute the kernel of each leaf of two networks, on MNIST or generated images: a table, a CSV file and a figure.
 
 `J Jᵀ` is a sum over leaves, so `gram --by-leaf` says which layer makes the kernel. For every leaf of a trained dense
 and a trained convolutional network: its share of the parameters and of the kernel's trace, the alignment of its kernel

@@ -1,4 +1,4 @@
-"""In: MNIST as an npz file. Out: the same as `digits.py` makes, for a dense or a convolutional network.
+"""Make what `digits.py` makes from MNIST, an npz file, for a dense or a convolutional network.
 
 The file holds x_train, y_train, x_test, y_test in uint8. For `jacstore build pipelines/mnist.py --out mnist.jac` the
 environment says what the flags say here: MNIST_DATA (a path), MNIST_EXAMPLES, MNIST_NET.

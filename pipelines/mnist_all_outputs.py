@@ -1,4 +1,4 @@
-"""In: MNIST as an npz file, or generated images. Out: kernels of wide networks, all ten outputs: table, CSV and figure.
+"""Assemble kernels of wide networks with all ten outputs, on MNIST or generated images: table, CSV and figure.
 
 Dense networks of two hidden layers of 10 to 10,000 units, before training: the kernel's leading eigenvalues and the
 test accuracy of kernel regression. A row of the widest has 108 million numbers, its factors 200 thousand for all ten

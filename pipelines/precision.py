@@ -1,4 +1,4 @@
-"""In: MNIST as an npz file. Out: a table of what each stored type costs in bytes and in errors of kernel entries.
+"""Print a table of what each stored type costs in bytes and in errors of kernel entries, on MNIST as an npz file.
 
     python pipelines/precision.py --data mnist.npz
 

@@ -1,4 +1,4 @@
-"""In: MNIST as an npz file. Out: how good and how fast ways to draw posterior samples are: table, CSV and figure.
+"""Compare ways to draw posterior samples on MNIST, how good and how fast they are: a table, a CSV file and a figure.
 
 A network of about 15,000 parameters is trained on all of MNIST; 200 samples of its Laplace posterior with prior
 precision 0.1 are drawn from a fixed subset of examples by contour integral quadrature (CIQ) with 1 to 20 points, in

@@ -1,4 +1,4 @@
-"""In: settings of a test run. Out: the same examples in every run, and programs that are compiled once.
+"""Settings of a test run: the same examples in every run, and programs that are compiled once.
 
 A landing is judged alike twice; `--hypothesis-profile random` explores.
 """

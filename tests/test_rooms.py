@@ -50,6 +50,14 @@ def test_a_room_has_at_most_twelve_files_and_its_docstring_names_each(room: str)
     assert sorted(named) == sorted([*files, *inner])
 
 
+def test_every_file_begins_with_a_plain_sentence_on_what_it_is_for() -> None:
+    files = [path for folder in ("jacstore", "pipelines", "tests") for path in (ROOT / folder).rglob("*.py")]
+    said = {path: ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) for path in files}
+    assert [str(path) for path, text in said.items() if text is None] == []
+    firsts = {path: text.splitlines()[0] for path, text in said.items() if text}
+    assert [str(path) for path, first in firsts.items() if re.match(r"In:|.* Out: ", first)] == []
+
+
 def test_the_design_text_names_every_room_and_only_what_there_is() -> None:
     prose = re.sub(r"(?s)```.*?```", "", DESIGN.read_text(encoding="utf-8"))
     quoted = set(re.findall(r"`([^`]+)`", prose))

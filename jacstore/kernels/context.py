@@ -1,4 +1,4 @@
-"""In: stores, a kernel and what may be used. Out: what an item needs wherever it runs, its engine among it."""
+"""Hold what an item needs wherever it runs: stores, kernel, engine, and what stays in memory between items."""
 
 from __future__ import annotations
 

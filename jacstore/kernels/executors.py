@@ -1,4 +1,4 @@
-"""In: items to run. Out: their counts, run by Dask on threads here, on local processes or on a cluster elsewhere."""
+"""Run items with Dask: on threads of this process, on local worker processes, or on a cluster elsewhere."""
 
 from __future__ import annotations
 

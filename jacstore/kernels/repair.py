@@ -1,4 +1,4 @@
-"""In: damaged tiles of a finished group. Out: the same bits again, and only those."""
+"""Recompute the damaged tiles of a finished group, and only those, to the same bits."""
 
 from __future__ import annotations
 

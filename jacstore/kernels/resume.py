@@ -1,4 +1,4 @@
-"""In: a kernel that was begun. Out: which items, groups and tiles are done and which damaged; remains are removed."""
+"""Find out what a kernel that was begun still needs: items, groups and damaged tiles; remove what dead runs left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: stores and a group of tiles. Out: slabs of the group's rows, the next one being read while one is multiplied."""
+"""Read the rows of a group of tiles in slabs of columns, the next one while one is multiplied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: a jaxpr. Out: its text, the same whenever, wherever and after whatever else it is traced; what was made of it.
+"""Write a jaxpr as text that is the same whenever and wherever it is traced, and keep what was compiled for it.
 
 JAX's own text names a part that two equations share once and refers to it; which parts are shared depends on what its
 caches still hold. Here every part stands for its content, and variables are numbered by position.

@@ -1,4 +1,4 @@
-"""In: factors of one leaf for some examples. Out: slabs of its rows, a few channels of cotangents at a time.
+"""Form rows of one leaf from its factors in slabs, a few channels of cotangents at a time.
 
 The columns of a slab stand in another order than those of the leaf; products of rows do not depend on it.
 """

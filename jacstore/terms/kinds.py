@@ -1,4 +1,4 @@
-"""In: a parameter leaf. Out: the terms whose sum is its part of every row, and rows from what they store.
+"""Describe a parameter leaf by the terms whose sum is its part of every row, and form rows from what they store.
 
 `Term` names every kind, each a class in a file of its own; JSON tells them apart by their `kind`.
 """

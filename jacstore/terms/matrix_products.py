@@ -1,4 +1,4 @@
-"""In: factors of rows, and columns of numbers. Out: products of the rows, and of their transpose, with the columns.
+"""Multiply rows, and their transpose, with columns of numbers, from the factors of the rows.
 
 Rows are never formed. A term's block is a stack of matrices `(G, C, D)`, `sum_t a_t ⊗ d_kt` in each group, where a are
 layer inputs, or patches of images for a convolution, so that `J v` is `sum_t a_tᵀ V d_kt` and `Jᵀ u` one matrix product

@@ -1,4 +1,4 @@
-"""In: stored numbers of an example. Out: what rounding them does to kernel entries, seen by rounding them once more.
+"""Measure what rounding the stored numbers of an example does to kernel entries, by rounding them once more.
 
 A kernel entry is a sum of many rounded products, so its error is far below the worst case and depends on how many
 numbers share the sum. Rounding them anew, scaled so that they fall elsewhere between two floats, shows it for any

@@ -1,4 +1,4 @@
-"""In: a tool's interpreter and script, and a setting. Out: what the tool answered; how far two kernels are apart.
+"""Keep a tool's process alive in its own interpreter, send it settings, and compare the kernels that it answers.
 
 A tool's process stays alive from request to request, so that what it compiled is used again.
 """

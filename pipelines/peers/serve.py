@@ -1,6 +1,6 @@
-"""In: requests, one JSON object a line on stdin. Out: measurements, one JSON object a line on stdout; NumPy alone.
+"""Answer requests for measurements, one JSON object per line from stdin to stdout, with NumPy alone.
 
-What the compared tools share: each runs in an interpreter of its own, which stays alive between rounds, so that a
+The compared tools share this: each runs in an interpreter of its own, which stays alive between rounds, so that a
 setting is compiled once. A kernel is made in blocks of examples, those on and above the diagonal only.
 """
 

@@ -1,4 +1,4 @@
-"""In: a network as npz. Out: seconds of its kernel by jacstore, build and gram end to end, as `serve` says.
+"""Time the kernel of a network, given as npz, by jacstore's build and gram from end to end, as `serve` describes.
 
 The kernel ends as a NumPy array. "disk" writes store and kernel to a temporary folder and reads the kernel back.
 """

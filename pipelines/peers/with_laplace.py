@@ -1,5 +1,6 @@
-"""In: a dense network, its data and a prior precision as npz. Out: what is asked for as npy, seconds and peak as JSON.
+"""Compute predictive variances or samples of a dense network with laplace-torch, with seconds and peak memory.
 
+A dense network, its data and a prior precision come as npz; the answer goes to npy, the measurements are JSON.
 Predictive variances at `others`, or `samples` deviations from the parameters, `(n, P)` in the order of JAX's pytrees.
 Runs where torch and laplace-torch are installed. The posterior is that of all parameters for a Gaussian likelihood of
 variance 1, `Jᵀ J + alpha I` over parameters inverted (`full`).

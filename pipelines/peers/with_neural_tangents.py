@@ -1,4 +1,4 @@
-"""In: a network as npz. Out: seconds of its kernel by neural-tangents' three implementations, as `serve` says.
+"""Time the kernel of a network, given as npz, by neural-tangents' three implementations, as `serve` describes.
 
 Runs where neural-tangents 0.6.5 and jax 0.4.23 are installed. `neural_tangents.batch` computes all blocks; here only
 those on and above the diagonal are asked for, which it could not do better.

@@ -1,8 +1,8 @@
-"""In: a network as npz. Out: seconds of its kernel by `torch.func`, as `serve` says.
+"""Time the kernel of a network, given as npz, by `torch.func`, as `serve` describes.
 
 Runs where torch 2.13 is installed. The ways are those of PyTorch's tutorial on neural tangent kernels: per-example
 Jacobians by `vmap(jacrev)` (or `vmap(grad)`, the output being one number) that are multiplied, and NTK-vector products
-by `vjp` and `jvp`. "kept" holds all Jacobians in memory, which the tutorial does not; a product is one `mm` a leaf.
+by `vjp` and `jvp`. "kept" holds all Jacobians in memory, which the tutorial does not; a product is one `mm` per leaf.
 """
 
 from __future__ import annotations
