@@ -31,11 +31,11 @@ class Work:
     # The lock itself, where the run is.
     lock: Lock | None = field(default=None, compare=False, repr=False)
     # What stays in memory from item to item of this process: engine, diagonal, factors.
-    kept: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    cache: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     # Accumulators of finished tiles, to be used again.
-    spare: list[Any] = field(default_factory=list, compare=False, repr=False)
+    spare_tiles: list[Any] = field(default_factory=list, compare=False, repr=False)
     # Held by the item of this process that computes.
-    turn: Any = field(default_factory=threading.Lock, compare=False, repr=False)
+    compute_lock: Any = field(default_factory=threading.Lock, compare=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(
@@ -60,22 +60,22 @@ class Work:
 
     def engine(self) -> Engine:
         """An engine for one item; that of BLAS keeps its threads and buffers from item to item."""
-        if "engine" in self.kept:
-            kept: Engine = self.kept["engine"]
+        if "engine" in self.cache:
+            kept: Engine = self.cache["engine"]
             return kept
         kernel, stored = self.kernel, common_dtype(self.rows, self.cols)
         made = make_engine(kernel.engine, kernel.precision, stored, self.device_memory, self.threads, self.devices)
         # That of a device counts the memory that the accumulators of its item leave.
-        return self.kept.setdefault("engine", made) if made.name == "blas" else made
+        return self.cache.setdefault("engine", made) if made.name == "blas" else made
 
     @property
     def diagonal(self) -> Diagonal | None:
         """What the diagonal of a symmetric kernel should be."""
         if not self.kernel.plan.symmetric:
             return None
-        if "diagonal" not in self.kept:
-            self.kept["diagonal"] = Diagonal(self.rows, self.kernel)
-        found: Diagonal = self.kept["diagonal"]
+        if "diagonal" not in self.cache:
+            self.cache["diagonal"] = Diagonal(self.rows, self.kernel)
+        found: Diagonal = self.cache["diagonal"]
         return found
 
     def item_threads(self) -> int | None:

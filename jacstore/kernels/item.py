@@ -74,12 +74,12 @@ class ItemRun:
         # Numbers beyond their type become infinite; the comparison with the norms names them.
         with np.errstate(over="ignore", invalid="ignore"):
             # One item computes while another one writes.
-            with self.work.turn:
+            with self.work.compute_lock:
                 totals, read = self._compute()
             if not self.kernel.leaves:
                 self._finish_leaf(0, totals)
         if self.plan.resident:
-            self.work.spare.extend(total for total in totals if isinstance(total, np.ndarray))
+            self.work.spare_tiles.extend(total for total in totals if isinstance(total, np.ndarray))
         spent = self._with_times(read)
         self.kernel.ledger.record("item", self.item.number, {**spent.to_dict(), **self.partial_sums})
         self.checkpoints.clear()
@@ -198,7 +198,7 @@ class ItemRun:
         """Operands of a step, with a key under which they are kept for the next item where all stay in memory."""
         names = dict.fromkeys(name for n in step.leaves for name in self.work.rows.leaves[n].operands)
         key = (id(store), step.leaves, str(self.engine.factor_dtype))
-        kept = self.work.kept
+        kept = self.work.cache
         if self.plan.resident and key in kept:
             return key, kept[key]
         found = {name: store.read_operand(name, start, stop, self.engine.factor_dtype) for name in names}
@@ -209,11 +209,11 @@ class ItemRun:
     def _factor_set(self, key: Any, leaves: list[Leaf], operands: dict[str, np.ndarray]) -> Any:
         """Factors ready to be multiplied."""
         key = ("set", key, tuple(leaf.path for leaf in leaves))
-        if self.plan.resident and key in self.work.kept:
-            return self.work.kept[key]
+        if self.plan.resident and key in self.work.cache:
+            return self.work.cache[key]
         made = self.engine.load_factors(FactorSet(leaves, operands))
         if self.plan.resident:
-            self.work.kept[key] = made
+            self.work.cache[key] = made
         return made
 
     def _as_slab(self, slab: np.ndarray) -> np.ndarray:
@@ -230,9 +230,9 @@ class ItemRun:
         return [self._zero(self.plan.tile_shape(i, j)) for i, j in self.tiles]
 
     def _zero(self, shape: tuple[int, ...]) -> Any:
-        for n, held in enumerate(self.work.spare):
+        for n, held in enumerate(self.work.spare_tiles):
             if held.shape == shape:
-                del self.work.spare[n]
+                del self.work.spare_tiles[n]
                 held.fill(0)
                 return held
         return self.engine.zeros(shape)
@@ -264,7 +264,7 @@ class ItemRun:
         self.times["seconds_write"] += time.perf_counter() - started
 
 
-def leaves_of(rows: JacobianStore, plan: GramPlan, item: Item) -> set[int]:
+def leaves_finished_by(rows: JacobianStore, plan: GramPlan, item: Item) -> set[int]:
     """The leaves whose kernels an item finishes, where they are kept apart."""
     columns = {n for n, _, _ in _leaf_ranges(rows, plan, item)}
     return columns.union(_empty_leaves(rows, item), *(plan.steps[number].leaves for number in item.steps))

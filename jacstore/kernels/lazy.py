@@ -100,7 +100,7 @@ class _ComputedKernel:
         self.steps = plan_steps(rows.leaves, rows.operands, rows.n_outputs, tile, mode) if alike else ()
         self.runs = _runs(rows, factored=not alike)
         # Blocks that Dask asks for together would set the number of BLAS threads for each other.
-        self.turn = threading.Lock()
+        self.compute_lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_ComputedKernel, (self.rows, self.cols, self.mode, self.precision, self.tile))
@@ -125,7 +125,7 @@ class _ComputedKernel:
         # One side where both are the same.
         sides = list(dict.fromkeys([(self.rows, *rows), (self.cols, *cols)]))
         total = engine.zeros(self.mode.shape(rows[1] - rows[0], cols[1] - cols[0], self.rows.n_outputs))
-        with self.turn:
+        with self.compute_lock:
             for step in self.steps:
                 self._add_factors(engine, total, step, sides)
             width = max(1, LIMITS.slab_columns // self.rows.side.piece_columns) * self.rows.side.piece_columns

@@ -12,7 +12,7 @@ from jacstore.base.events import Listener, silent
 from jacstore.errors import DamagedDataError, LockedError
 from jacstore.kernels.context import Work
 from jacstore.kernels.finish import partial_name
-from jacstore.kernels.item import leaves_of
+from jacstore.kernels.item import leaves_finished_by
 from jacstore.kernels.kernel import Kernel
 from jacstore.storage.checkpoints import checkpoint_names
 from jacstore.storage.files import Folder
@@ -84,7 +84,7 @@ def items_done(work: Work) -> set[int]:
             done.add(number)
         elif kernel.leaves:
             first = item.group * len(kernel.layouts)
-            if {first + leaf for leaf in leaves_of(work.rows, plan, item)} <= tiles:
+            if {first + leaf for leaf in leaves_finished_by(work.rows, plan, item)} <= tiles:
                 done.add(number)
         elif kernel.files.size(partial_name(number)) == 8 * sum(
             int(np.prod(plan.tile_shape(i, j))) for i, j in plan.tiles_of(plan.groups[item.group])

@@ -32,7 +32,7 @@ from jacstore.operators.stored import real, real_number
 from jacstore.problem.inputs import examples_at_once
 from jacstore.problem.problem import Problem, precision_context, prepare
 from jacstore.problem.pytrees import computed, is_kind
-from jacstore.problem.user_errors import naming
+from jacstore.problem.user_errors import reraise_user_error
 
 Loss = Callable[[Any, Any], Any]
 LARGEST_BATCH = 256
@@ -202,7 +202,7 @@ class _Programs:
         _, targets, _ = self._batch(0, 1, 1)
         outputs = jax.ShapeDtypeStruct((self.prepared.n_outputs,), self._dtype)
         change = "it gets outputs (K,) and one example's target; change loss= or targets="
-        with precision_context(self.float64), naming("loss raised", change):
+        with precision_context(self.float64), reraise_user_error("loss raised", change):
             found = jax.eval_shape(loss, outputs, jax.tree_util.tree_map(lambda leaf: leaf[0], targets))
         if getattr(found, "shape", None) != () or not is_kind(found.dtype, np.floating):
             raise InvalidRequestError(
@@ -382,7 +382,7 @@ class _Programs:
                 moved: Any = jax.ShapeDtypeStruct((columns, batch, k), self._dtype)
             else:
                 moved = [jax.ShapeDtypeStruct((columns, *leaf.shape), leaf.dtype) for leaf in self.prepared.selected]
-            with naming(
+            with reraise_user_error(
                 f"the {kind.upper()} of apply failed:", "rules of custom_vjp have no JVP; change apply= or loss="
             ):
                 program = jax.jit(self._product(kind)).lower(*self.parameters, *values, moved).compile()

@@ -21,7 +21,7 @@ from jacstore.problem.outputs import Flat
 from jacstore.problem.parameters import Parameters
 from jacstore.problem.program import KeptProgram, certain_text, program_text, text_of_jax
 from jacstore.problem.pytrees import dtype_of, native, paths_and_leaves
-from jacstore.problem.user_errors import kind_of, naming
+from jacstore.problem.user_errors import kind_of, reraise_user_error
 
 # Before a hash of `program_text`; stores written before hold a bare hash of JAX's own text, which continue as well.
 VERSION = "program-2:"
@@ -155,7 +155,7 @@ def derivative(flat: Flat, parameters: Parameters, example: Any) -> ClosedJaxpr:
         # ones are traced.
         with suppress(Exception):
             return trace(floating)
-    with naming("apply cannot be differentiated:", "change apply=, or leave the leaf out by select="):
+    with reraise_user_error("apply cannot be differentiated:", "change apply=, or leave the leaf out by select="):
         return trace(selected)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from jacstore.base.machine import format_size
 from jacstore.errors import InvalidRequestError
 from jacstore.problem.pytrees import native, paths_and_leaves
-from jacstore.problem.user_errors import kind_of, naming
+from jacstore.problem.user_errors import kind_of, reraise_user_error
 
 READ_THREADS = 8
 
@@ -69,7 +69,7 @@ class Arrays:
     """
 
     def __init__(self, inputs: Any) -> None:
-        with naming("inputs is not a pytree:", "change inputs="):
+        with reraise_user_error("inputs is not a pytree:", "change inputs="):
             named = paths_and_leaves(inputs)
         if not named:
             raise InvalidRequestError(
@@ -104,7 +104,7 @@ class Arrays:
         """Examples `start` to `stop - 1`."""
         arrays = []
         for path, leaf in self.named:
-            with naming(f"inputs leaf {path!r} raised at examples {start}:{stop}", "change inputs="):
+            with reraise_user_error(f"inputs leaf {path!r} raised at examples {start}:{stop}", "change inputs="):
                 array = self._by_chunks(path, leaf, start, stop)
             if array.shape[:1] != (stop - start,):
                 raise InvalidRequestError(
@@ -192,10 +192,10 @@ class Dataset:
 
     def __init__(self, items: Any) -> None:
         if is_table(items):
-            with naming("inputs.with_format('numpy') raised", "change inputs="):
+            with reraise_user_error("inputs.with_format('numpy') raised", "change inputs="):
                 items = items.with_format("numpy")
         self.items = items
-        with naming("len(inputs) raised", "change inputs="):
+        with reraise_user_error("len(inputs) raised", "change inputs="):
             self.n_examples = len(items)
 
     @cached_property
@@ -205,7 +205,7 @@ class Dataset:
 
     def item(self, i: int) -> tuple[list[tuple[str, np.ndarray]], Any]:
         """Paths and leaves of item i, and its structure."""
-        with naming(f"inputs[{i}] raised", "change the dataset given as inputs="):
+        with reraise_user_error(f"inputs[{i}] raised", "change the dataset given as inputs="):
             item = self.items[i]
             named = [(path, numeric(leaf, f"inputs[{i}] leaf {path!r}")) for path, leaf in paths_and_leaves(item)]
             return named, jax.tree_util.tree_structure(item)

@@ -16,7 +16,7 @@ from typing import Any
 from jacstore.errors import InvalidRequestError, JacstoreError
 from jacstore.problem.problem import Problem
 from jacstore.problem.torch_problem import TorchProblem
-from jacstore.problem.user_errors import one_line
+from jacstore.problem.user_errors import error_line
 
 DEFAULT_NAME = "problem"
 
@@ -76,7 +76,7 @@ def _naming(text: str) -> Iterator[None]:
     except _Wrong as error:
         raise InvalidRequestError(str(error)) from error.__cause__
     except (Exception, SystemExit) as error:
-        raise InvalidRequestError(f"target {text!r} raised {one_line(error)}; change that line, or TARGET") from error
+        raise InvalidRequestError(f"target {text!r} raised {error_line(error)}; change that line, or TARGET") from error
 
 
 class _Wrong(JacstoreError):

@@ -15,7 +15,7 @@ import numpy as np
 from jacstore.errors import InvalidRequestError
 from jacstore.problem.parameters import Parameters
 from jacstore.problem.pytrees import dtype_of, is_kind, paths_and_leaves, type_name
-from jacstore.problem.user_errors import naming
+from jacstore.problem.user_errors import reraise_user_error
 
 Flat = Callable[[list[Any], list[Any], Any], jax.Array]
 
@@ -104,7 +104,7 @@ def count_chosen(n_all: int, outputs: str | Sequence[int]) -> int:
 def calling(example: Any) -> AbstractContextManager[None]:
     """Report what is raised inside as an error of `apply`."""
     given = ", ".join(f"{path!r}: {leaf.dtype}{list(leaf.shape)}" for path, leaf in paths_and_leaves(example))
-    return naming(
+    return reraise_user_error(
         "apply raised",
         f"it gets params and one example ({given}), no batch axis; change apply=, or batched=True if it needs one",
     )

@@ -14,7 +14,7 @@ import numpy as np
 
 from jacstore.errors import InvalidRequestError
 from jacstore.problem.pytrees import computed, dtype_of, is_kind, own, paths_and_leaves, type_name
-from jacstore.problem.user_errors import kind_of, naming
+from jacstore.problem.user_errors import kind_of, reraise_user_error
 
 PATHS_SHOWN = 5
 # Names of state that training keeps beside the parameters: collections and leaves of Flax, Haiku, Keras, PyTorch.
@@ -88,7 +88,7 @@ def split_parameters(params: Any, select: str | Callable[[str], bool] | None, fl
     InvalidRequestError
         If a leaf is complex, two share a path, or no floating number is selected.
     """
-    with naming("params is not a pytree:", "change params="):
+    with reraise_user_error("params is not a pytree:", "change params="):
         named = paths_and_leaves(params)
     repeated = [path for path, count in Counter(path for path, _ in named).items() if count > 1]
     if repeated:
@@ -136,7 +136,7 @@ def _chosen_paths(paths: list[str], select: str | Callable[[str], bool] | None) 
     if select is None:
         return set(paths)
     matches = select if callable(select) else re.compile(select).search
-    with naming("select raised", "change select="):
+    with reraise_user_error("select raised", "change select="):
         chosen = {path for path in paths if matches(path)}
     if not chosen:
         given = repr(select) if isinstance(select, str) else "the predicate"

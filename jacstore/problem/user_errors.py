@@ -20,17 +20,17 @@ MESSAGE_LENGTH = 300
 
 
 @contextmanager
-def naming(what: str, change: str) -> Iterator[None]:
+def reraise_user_error(what: str, change: str) -> Iterator[None]:
     """Turn an exception of the user's code into one line: what failed, the exception and its place, what to change."""
     try:
         yield
     except JacstoreError:
         raise
     except Exception as error:
-        raise InvalidRequestError(f"{what} {one_line(error)}; {change}") from error
+        raise InvalidRequestError(f"{what} {error_line(error)}; {change}") from error
 
 
-def one_line(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """`Type: message (file:line)`, the place being the innermost line of the user's own code, if there is one."""
     text = " ".join(_said(error).split())
     text = text if len(text) <= MESSAGE_LENGTH else text[: MESSAGE_LENGTH - 1] + "…"

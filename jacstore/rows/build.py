@@ -35,7 +35,7 @@ from jacstore.rows.options import BuildOptions
 from jacstore.rows.overlap import LANDED, Needs, Overlap, plan_overlap
 from jacstore.rows.reports import BuildForecast, BuildReport
 from jacstore.rows.row_check import RowCheck, leaves_checked
-from jacstore.rows.trace.cut import Cut, cut_before_products, cut_with_rows
+from jacstore.rows.trace.cut import CutBackward, cut_before_products, cut_with_rows
 from jacstore.rows.unit import SpareBlocks, Unit, refuse_other_inputs
 from jacstore.storage import zarr_group
 from jacstore.storage.files import Folder, Memory, refuse_address
@@ -192,7 +192,7 @@ class _Job:
         # Inputs and rows of the first pass, if they were computed to choose a codec: the build begins with them.
         self.first: tuple[Any, BatchRows] | None = None
 
-    def _take(self, cut: Cut) -> None:
+    def _take(self, cut: CutBackward) -> None:
         self.cut, self.leaves, self.operands = cut, cut.leaves, cut.operands
         self.n_columns = sum(leaf.size for leaf in cut.leaves if leaf.dense)
 

@@ -24,8 +24,8 @@ from jacstore.base.precision import NORM_RUN
 from jacstore.errors import InvalidRequestError
 from jacstore.problem.fingerprint import still_holds
 from jacstore.problem.problem import Prepared, own_code, precision_context
-from jacstore.problem.user_errors import one_line
-from jacstore.rows.trace.cut import Cut
+from jacstore.problem.user_errors import error_line
+from jacstore.rows.trace.cut import CutBackward
 from jacstore.terms.kinds import Leaf
 from jacstore.terms.row_products import squared_norms
 
@@ -83,7 +83,7 @@ class DevicePass:
     def __init__(
         self,
         prepared: Prepared,
-        cut: Cut,
+        cut: CutBackward,
         *,
         stored_dtype: str,
         budget: int,
@@ -181,7 +181,7 @@ class DevicePass:
             outputs, factors, rows = jax.vmap(lambda example: self.cut(selected, rest, example, cotangents))(examples)
         except NotImplementedError as error:
             raise InvalidRequestError(
-                f"apply cannot be computed for a batch of examples: {one_line(error)}; change apply=, or give its "
+                f"apply cannot be computed for a batch of examples: {error_line(error)}; change apply=, or give its "
                 "callbacks a vmap_method"
             ) from error
         return outputs, [self._rounded(row) for row in rows], factors, [_partial_squares(row) for row in rows]

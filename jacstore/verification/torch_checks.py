@@ -13,7 +13,7 @@ import torch
 
 from jacstore.problem.torch_problem import TorchProblem
 from jacstore.rows.torch.build import source_of
-from jacstore.rows.torch.network import Network, calling, host, mapped, path_of, probe, requested, settings
+from jacstore.rows.torch.network import Network, calling, host, mapped, path_of, probe_module, requested, settings
 from jacstore.store.reader import JacobianStore
 from jacstore.verification.store_checks import StoreChecks
 from jacstore.verification.target_checks import Plain, TargetChecks
@@ -30,7 +30,7 @@ class TorchChecks(TargetChecks):
         self.network = Network(problem.module, problem.outputs, store.dtype == "float64")
         first = self.source.read(0, 1)
         with settings():
-            self.n_outputs = probe(self.network, mapped(lambda leaf: leaf[0], first))
+            self.n_outputs = probe_module(self.network, mapped(lambda leaf: leaf[0], first))
         self.n_examples, self.input_bytes = self.source.n_examples, self.source.bytes_held()
         self.described = [(path_of(name), tuple(value.shape)) for name, value in self.network.selected.items()]
         self.selected = [host(value) for value in self.network.selected.values()]

@@ -17,7 +17,7 @@ WRONG = "its layer's products are not its gradient"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class ChosenTerms:
     """The leaves and operands that are stored for a network, and the layers to compute them.
 
     Attributes
@@ -48,7 +48,7 @@ def choose_terms(
     n_outputs: int,
     layout: str,
     wrong: Collection[str],
-) -> Cut:
+) -> ChosenTerms:
     """Terms of every leaf by the rules of `layout`; parameters in `wrong` are left to `torch.func`."""
     uses: dict[str, list[tuple[Layer, bool]]] = {name: [] for name in network.selected}
     for layer in layers:
@@ -87,7 +87,7 @@ def choose_terms(
     named = {operand.name: operand for layer in layers for operand in (layer.inputs, layer.cotangents)}
     kept = dict.fromkeys(name for leaf in leaves for name in leaf.operands)
     needed = {layer.key for made in known.values() for layer, _ in made}
-    return Cut(
+    return ChosenTerms(
         leaves=tuple(leaves),
         operands=tuple(named[name] for name in kept),
         rows=rows,

@@ -24,7 +24,7 @@ from jacstore.rows.device_pass import LARGEST_BATCH, BatchRows
 from jacstore.rows.options import BuildOptions
 from jacstore.rows.torch.choose_terms import choose_terms, form_rows
 from jacstore.rows.torch.hooks import Key, Taps, Varies, find_layers
-from jacstore.rows.torch.network import Network, calling, host, leaves_of, mapped, path_of, probe
+from jacstore.rows.torch.network import Network, calling, host, leaves_of, mapped, path_of, probe_module
 from jacstore.terms.kinds import expand
 from jacstore.terms.row_products import squared_norms
 
@@ -70,7 +70,7 @@ class TorchPass:
         example = mapped(lambda leaf: leaf[0], first)
         self.seconds = dict.fromkeys(STEPS, 0.0)
         with self._timed("probe"):
-            self.n_outputs = probe(network, example)
+            self.n_outputs = probe_module(network, example)
         with self._timed("calls"), calling(example):
             truth = _Plain(network, self._taps, network.tensors(first), self.n_outputs)
         self.wrong = {name for name in network.selected if path_of(name) in wrong}

@@ -24,7 +24,7 @@ from jacstore.errors import InvalidFunctionError, InvalidRequestError
 from jacstore.problem.outputs import checked_outputs, count_chosen
 from jacstore.problem.probes import perturbed
 from jacstore.problem.pytrees import paths_and_leaves
-from jacstore.problem.user_errors import kind_of, naming
+from jacstore.problem.user_errors import kind_of, reraise_user_error
 
 T = TypeVar("T")
 # Plain attributes of a module that can decide what it computes.
@@ -43,7 +43,7 @@ class Network:
     dtype, device
         Those of the first selected parameter; floating inputs are converted to them.
     lowest
-        The lowest precision of any call, as observed by `probe`.
+        The lowest precision of any call, as observed by `probe_module`.
     """
 
     def __init__(self, module: nn.Module, outputs: str | Sequence[int], float64: bool) -> None:
@@ -222,7 +222,7 @@ def refuse_training(module: nn.Module) -> None:
             )
 
 
-def probe(network: Network, example: Any) -> int:
+def probe_module(network: Network, example: Any) -> int:
     """Check outputs of example 0: finite, repeatable, of one example; returns K.
 
     Raises
@@ -258,7 +258,7 @@ def probe(network: Network, example: Any) -> int:
 def calling(example: Any) -> Any:
     """Report what is raised inside as an error of the module."""
     given = ", ".join(f"{path!r}: {leaf.dtype}{list(leaf.shape)}" for path, leaf in paths_and_leaves(example))
-    return naming(
+    return reraise_user_error(
         "module raised",
         f"it gets a batch of examples such as ({given}), a tuple as arguments, a dict as keywords; change inputs=",
     )

@@ -25,7 +25,7 @@ from jacstore.terms.kinds import Dense, Leaf, Operand, Term, expand
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Cut:
+class CutBackward:
     """A problem's backward pass, cut before the products that form its rows.
 
     Attributes
@@ -99,7 +99,7 @@ class Cut:
         return rows
 
 
-def cut_before_products(prepared: Prepared, layout: str, float64: bool) -> Cut:
+def cut_before_products(prepared: Prepared, layout: str, float64: bool) -> CutBackward:
     """Find the terms of every leaf and choose those that are stored.
 
     Parameters
@@ -114,7 +114,7 @@ def cut_before_products(prepared: Prepared, layout: str, float64: bool) -> Cut:
     with precision_context(float64):
         kept = prepared.backward()
         described = tuple((leaf.path, tuple(leaf.shape), leaf.dtype) for leaf in prepared.leaves)
-        cut: Cut | None = kept.made.get(("cut", layout, described))
+        cut: CutBackward | None = kept.made.get(("cut", layout, described))
         if cut is None or not cut.is_for(parameters):
             assert kept.jaxpr is not None
             traced = kept.jaxpr
@@ -125,7 +125,7 @@ def cut_before_products(prepared: Prepared, layout: str, float64: bool) -> Cut:
         return cut
 
 
-def cut_with_rows(prepared: Prepared, cut: Cut, paths: Collection[str], layout: str) -> Cut:
+def cut_with_rows(prepared: Prepared, cut: CutBackward, paths: Collection[str], layout: str) -> CutBackward:
     """The same program with the leaves at `paths` stored as rows, as in a store that an earlier version began."""
     described = [(leaf.path, leaf.shape, leaf.dtype) for leaf in cut.leaves]
     return _cut(cut._flat, [*prepared.selected, *prepared.rest], described, prepared.n_outputs, layout, paths)
@@ -138,7 +138,7 @@ def _cut(
     n_outputs: int,
     layout: str,
     as_rows: Collection[str] = (),
-) -> Cut:
+) -> CutBackward:
     finder = Finder(flat, parameters)
     found = [finder.leaf(n) for n in range(len(described))]
     finder.tie_sums(found)
@@ -172,7 +172,7 @@ def _cut(
         offset += size
     used = {name for n, terms in rows for t in terms for name in t.operands} | operands.keys()
     made = {name: m for name, m in made.items() if name in used}
-    return Cut(
+    return CutBackward(
         leaves=tuple(leaves),
         operands=tuple(operands.values()),
         _flat=flat,
