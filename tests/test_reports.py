@@ -110,7 +110,7 @@ OF_JSON = {
     "problem.fingerprint.requested",
     "problem.problem.Prepared.requested_like",
     "rows.torch.network.requested",
-    "store.writer.request_of",
+    "store.requests.request_of",
     "cli.terminal.to_dict",
 }
 PROMISED = {

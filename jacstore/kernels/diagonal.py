@@ -11,8 +11,9 @@ import numpy as np
 from jacstore.base.precision import ROUNDOFF, norm_bound, squares_bound
 from jacstore.errors import DamagedDataError
 from jacstore.kernels.kernel import Kernel
+from jacstore.store.arrays import operand_array
 from jacstore.store.norms import allowance, largest_difference
-from jacstore.store.reader import JacobianStore, operand_array
+from jacstore.store.reader import JacobianStore
 
 
 def longest_sum(store: JacobianStore) -> int:

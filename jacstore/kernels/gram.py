@@ -50,7 +50,8 @@ from jacstore.storage import zarr_group
 from jacstore.storage.files import Files, Folder, refuse_address
 from jacstore.storage.kept_arrays import FACTORS
 from jacstore.storage.ledger import Lock, compare_requested
-from jacstore.store.reader import JacobianStore, open_store, operand_array
+from jacstore.store.arrays import operand_array
+from jacstore.store.reader import JacobianStore, open_store
 
 KNOWN = (WHOLE, LEAVES, FACTORS, "partials", "checkpoints")
 

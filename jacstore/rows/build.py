@@ -39,11 +39,14 @@ from jacstore.rows.trace.cut import CutBackward, cut_before_products, cut_with_r
 from jacstore.rows.unit import SpareBlocks, Unit, refuse_other_inputs
 from jacstore.storage import zarr_group
 from jacstore.storage.files import Folder, Memory, refuse_address
+from jacstore.store.arrays import factor_bytes
 from jacstore.store.codec_choice import fastest_codec, measured_disk_speed
 from jacstore.store.layout import StorePlan, plan_store
-from jacstore.store.reader import JacobianStore, leaf_table
+from jacstore.store.reader import JacobianStore
+from jacstore.store.reports import leaf_table
+from jacstore.store.requests import request_of, require_same
 from jacstore.store.unit_buffers import storage_dtype
-from jacstore.store.writer import ARRAYS, StoreWriter, factor_bytes, refuse_small_disk, request_of, require_same
+from jacstore.store.writer import ARRAYS, StoreWriter, refuse_small_disk
 
 # What a disk is taken to write when nothing may be written to measure it, in bytes per second.
 DISK_SPEED = 5e8

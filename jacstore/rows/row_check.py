@@ -25,7 +25,7 @@ from jacstore.problem.probes import SHAKEN, SHAKES, shaken
 from jacstore.problem.problem import Prepared, precision_context
 from jacstore.problem.program import Recent
 from jacstore.problem.twofold import compiled_quickly, of_two, twice
-from jacstore.store.reader import operand_array
+from jacstore.store.arrays import operand_array
 from jacstore.store.unit_buffers import UnitBlock
 from jacstore.terms.kinds import Leaf, expand
 

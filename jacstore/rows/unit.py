@@ -16,7 +16,7 @@ from jacstore.errors import JacstoreError, RequestMismatchError
 from jacstore.problem.inputs import examples_at_once
 from jacstore.rows.device_pass import BatchRows
 from jacstore.rows.row_check import RowCheck
-from jacstore.store.reader import operand_array
+from jacstore.store.arrays import operand_array
 from jacstore.store.unit_buffers import UnitBlock
 from jacstore.store.writer import StoreWriter
 

@@ -10,7 +10,7 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,12 +28,13 @@ from jacstore.storage.chunks import ArrayLayout, FileRecord, check_file, decode,
 from jacstore.storage.files import Files, Folder
 from jacstore.storage.indexing import resolve
 from jacstore.storage.ledger import FORMAT_VERSION, Ledger, readable, record_name
+from jacstore.store.arrays import operand_array, operand_name
 from jacstore.store.constants import StoredConstant, constant_bytes
 from jacstore.store.layout import Side
 from jacstore.store.metadata import StoreAttributes, check_store
-from jacstore.store.reports import LeafFacts, StoreInfo
+from jacstore.store.reports import StoreInfo, leaf_table
 from jacstore.store.unit_buffers import from_bfloat16
-from jacstore.terms.kinds import Constant, Leaf, Operand, expand
+from jacstore.terms.kinds import Constant, Leaf, expand
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -582,41 +583,6 @@ class _LazyRows:
         self.store.read_rows(start, stop, c, d, block)
         picked: np.ndarray = block.reshape(-1, d - c)[a - start * k : b - start * k][within]
         return picked
-
-
-def operand_array(name: str) -> str:
-    """The stored array of an operand."""
-    return f"factors/{name}"
-
-
-def operand_name(array: str) -> str:
-    """The operand that a stored array holds."""
-    return array.removeprefix("factors/")
-
-
-def leaf_table(leaves: Sequence[Leaf], operands: Sequence[Operand], n_outputs: int) -> list[LeafFacts]:
-    """For each leaf its path, shape, terms, the reason, and numbers stored per example against those of its rows.
-
-    A factor that several leaves share is counted with the largest of them.
-    """
-    sizes = {operand.name: operand.numbers(n_outputs) for operand in operands}
-    counted = {}
-    for leaf in sorted(leaves, key=lambda leaf: -leaf.size):
-        counted[leaf.path] = sum(sizes.pop(name, 0) for name in leaf.operands)
-    table = []
-    for leaf in leaves:
-        dense = leaf.size * n_outputs
-        table.append(
-            LeafFacts(
-                path=leaf.path,
-                shape=list(leaf.shape),
-                terms=[term.kind for term in leaf.terms],
-                why=leaf.why,
-                numbers=dense if leaf.dense else counted[leaf.path],
-                numbers_dense=dense,
-            )
-        )
-    return table
 
 
 def _largest_rounding(records: Iterable[UnitRecord]) -> dict[str, Any]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jacstore.base.schema import Reported
+
+if TYPE_CHECKING:
+    from jacstore.terms.kinds import Leaf, Operand
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,3 +49,28 @@ class StoreInfo(Reported):
     codecs: list[str]
     versions: dict[str, str]
     numerics: dict[str, Any]
+
+
+def leaf_table(leaves: Sequence[Leaf], operands: Sequence[Operand], n_outputs: int) -> list[LeafFacts]:
+    """For each leaf its path, shape, terms, the reason, and numbers stored per example against those of its rows.
+
+    A factor that several leaves share is counted with the largest of them.
+    """
+    sizes = {operand.name: operand.numbers(n_outputs) for operand in operands}
+    counted = {}
+    for leaf in sorted(leaves, key=lambda leaf: -leaf.size):
+        counted[leaf.path] = sum(sizes.pop(name, 0) for name in leaf.operands)
+    table = []
+    for leaf in leaves:
+        dense = leaf.size * n_outputs
+        table.append(
+            LeafFacts(
+                path=leaf.path,
+                shape=list(leaf.shape),
+                terms=[term.kind for term in leaf.terms],
+                why=leaf.why,
+                numbers=dense if leaf.dense else counted[leaf.path],
+                numbers_dense=dense,
+            )
+        )
+    return table

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +17,22 @@ import numpy as np
 from jacstore.base import machine
 from jacstore.base.budget import Budget
 from jacstore.base.events import Listener, UnitDone, silent
-from jacstore.base.limits import CODECS, DTYPES, IO_THREADS, LIMITS
+from jacstore.base.limits import CODECS, DTYPES, IO_THREADS
 from jacstore.base.machine import format_size
 from jacstore.base.options import parse_count, parse_word
 from jacstore.base.threads import all_done
-from jacstore.errors import InvalidRequestError, NonFiniteError, RequestMismatchError
+from jacstore.errors import InvalidRequestError, NonFiniteError
 from jacstore.storage import zarr_group
 from jacstore.storage.chunks import ArrayLayout, FileEncoder, FileRecord
 from jacstore.storage.files import Files, Folder, Memory
-from jacstore.storage.ledger import Lock, compare_requested, sweep
+from jacstore.storage.ledger import Lock, sweep
+from jacstore.store.arrays import factor_bytes, operand_array, operand_layout, operand_name
 from jacstore.store.constants import GROUP, constant_layout, constants_of, keep_constants
-from jacstore.store.layout import PIECE_BYTES, StorePlan, plan_store
-from jacstore.store.reader import JacobianStore, operand_array, operand_name
+from jacstore.store.layout import StorePlan, plan_store
+from jacstore.store.reader import JacobianStore
+from jacstore.store.requests import request_of, require_same
 from jacstore.store.unit_buffers import UnitBlock, from_bfloat16, storage_dtype
-from jacstore.terms.kinds import Constant, Leaf, Operand, dense_leaves, expand
+from jacstore.terms.kinds import Leaf, Operand, dense_leaves, expand
 from jacstore.terms.rounding import observed_rounding
 
 ARRAYS = ("rows", "factors", "constants", "outputs", "norms")
@@ -487,7 +488,7 @@ class StoreWriter:
             codec="none",
             dimensions=("example", "output", "leaf"),
         )
-        factors = [_operand_layout(operand, n, k, unit, self.dtype, codec) for operand in self.operands]
+        factors = [operand_layout(operand, n, k, unit, self.dtype, codec) for operand in self.operands]
         layouts = [*([rows] if plan.n_columns else []), *factors, outputs, norms]
         constants = [constant_layout(constant) for constant in constants_of(self.leaves)]
         attributes = {
@@ -558,77 +559,6 @@ def _write_file(
 
     files.write(name, buffers(), cached)
     return encoder.record()
-
-
-def factor_bytes(operands: Sequence[Operand], n_outputs: int, dtype: str) -> int:
-    """Bytes of factors that come with each example."""
-    itemsize = np.dtype(storage_dtype(dtype)).itemsize
-    return sum(o.numbers(n_outputs) * (4 if o.integers else itemsize) for o in operands)
-
-
-def _operand_layout(operand: Operand, n: int, k: int, unit: int, dtype: str, codec: str) -> ArrayLayout:
-    """The array of an operand, cut by unit and by channel."""
-    lead = operand.lead(k)
-    stored = "int32" if operand.integers else storage_dtype(dtype)
-    *middle, columns = operand.shape
-    column_bytes = unit * math.prod([*lead, *middle]) * np.dtype(stored).itemsize
-    width = min(columns, max(1, PIECE_BYTES // column_bytes))
-    width = -(-columns // -(-columns // width))
-    per_file = min(-(-columns // width), max(1, LIMITS.file_bytes // (column_bytes * width)))
-    # Readers such as xarray want one size for each name in a group.
-    own = [*(["output"] if operand.per_output else []), *(f"{operand.name}_{axis}" for axis in operand.axes)]
-    return ArrayLayout(
-        name=operand_array(operand.name),
-        shape=(n, *lead, *operand.shape),
-        piece=(unit, *lead, *middle, width),
-        per_file=(*[1] * (len(lead) + len(operand.shape)), per_file),
-        dtype=stored,
-        codec=codec,
-        dimensions=("example", *own),
-    )
-
-
-def request_of(
-    leaves: Sequence[Leaf], n_examples: int, n_outputs: int, dtype: str, more: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The request of a store; a store that was begun from another request is not continued."""
-    return {
-        "leaves": [[leaf.path, list(leaf.shape)] for leaf in leaves],
-        "n_examples": n_examples,
-        "n_outputs": n_outputs,
-        "dtype": dtype,
-        **more,
-    }
-
-
-def require_same(
-    store: JacobianStore, wanted: Mapping[str, Any], leaves: Sequence[Leaf], unit_size: int | None
-) -> None:
-    """Refuse to continue a store that was begun from another request, by other terms or in other units.
-
-    Raises
-    ------
-    RequestMismatchError
-        Naming what differs.
-    """
-    compare_requested(store.path, store.requested, wanted)
-    stored, given = ([leaf.with_constants(_any_content).terms for leaf in side] for side in (store.leaves, leaves))
-    if stored != given:
-        raise RequestMismatchError(
-            f"{store.path}: its leaves are stored by other terms than these versions of jacstore and JAX find (it was "
-            f"begun with JAX {store.versions.get('jax')}); use the first versions, or start over with --overwrite "
-            "(overwrite=True)"
-        )
-    if unit_size is not None and min(unit_size, store.n_examples) != store.unit_size:
-        raise RequestMismatchError(
-            f"{store.path}: unit_size: {store.unit_size} -> {min(unit_size, store.n_examples)}; repeat the first "
-            "--unit-size (unit_size=) or start over with --overwrite (overwrite=True)"
-        )
-
-
-def _any_content(constant: Constant) -> Constant:
-    """Other machines and versions may round a constant otherwise: the first one is kept."""
-    return replace(constant, digest="")
 
 
 def _as_leaves(given: Sequence[Any] | Mapping[str, tuple[int, ...]]) -> tuple[Leaf, ...]:

@@ -17,7 +17,8 @@ import numpy as np
 
 from jacstore.base.budget import VERIFY, Budget
 from jacstore.base.modes import Mode
-from jacstore.store.reader import JacobianStore, operand_array
+from jacstore.store.arrays import operand_array
+from jacstore.store.reader import JacobianStore
 from jacstore.terms.kinds import Leaf, expand
 
 # Slabs of rows in memory while one takes the place of the last.
