@@ -9,7 +9,7 @@ import numpy as np
 
 from jacstore.base.limits import LIMITS
 from jacstore.storage.chunks import ArrayLayout
-from jacstore.store.layout import PIECE_BYTES
+from jacstore.store.layout import PIECE_BYTES, StorePlan
 from jacstore.store.unit_buffers import storage_dtype
 from jacstore.terms.kinds import Operand
 
@@ -30,7 +30,43 @@ def factor_bytes(operands: Sequence[Operand], n_outputs: int, dtype: str) -> int
     return sum(o.numbers(n_outputs) * (4 if o.integers else itemsize) for o in operands)
 
 
-def operand_layout(operand: Operand, n: int, k: int, unit: int, dtype: str, codec: str) -> ArrayLayout:
+def array_layouts(
+    plan: StorePlan, n_leaves: int, operands: Sequence[Operand], dtype: str, outputs_dtype: str, codec: str
+) -> list[ArrayLayout]:
+    """All arrays whose values depend on the example: rows, factors, outputs, norms."""
+    n, k, unit = plan.n_examples, plan.n_outputs, plan.unit_size
+    rows = ArrayLayout(
+        name="rows",
+        shape=(n, k, plan.n_columns),
+        piece=(unit, k, plan.piece_columns),
+        per_file=(1, 1, plan.pieces_per_file),
+        dtype=storage_dtype(dtype),
+        codec=codec,
+        dimensions=("example", "output", "parameter"),
+    )
+    outputs = ArrayLayout(
+        name="outputs",
+        shape=(n, k),
+        piece=(unit, k),
+        per_file=(1, 1),
+        dtype=outputs_dtype,
+        codec="none",
+        dimensions=("example", "output"),
+    )
+    norms = ArrayLayout(
+        name="norms",
+        shape=(n, k, n_leaves),
+        piece=(unit, k, n_leaves),
+        per_file=(1, 1, 1),
+        dtype="float64",
+        codec="none",
+        dimensions=("example", "output", "leaf"),
+    )
+    factors = [_operand_layout(operand, n, k, unit, dtype, codec) for operand in operands]
+    return [*([rows] if plan.n_columns else []), *factors, outputs, norms]
+
+
+def _operand_layout(operand: Operand, n: int, k: int, unit: int, dtype: str, codec: str) -> ArrayLayout:
     """The array of an operand, cut by unit and by channel."""
     lead = operand.lead(k)
     stored = "int32" if operand.integers else storage_dtype(dtype)

@@ -26,19 +26,18 @@ from jacstore.storage import zarr_group
 from jacstore.storage.chunks import ArrayLayout, FileEncoder, FileRecord
 from jacstore.storage.files import Files, Folder, Memory
 from jacstore.storage.ledger import Lock, sweep
-from jacstore.store.arrays import factor_bytes, operand_array, operand_layout, operand_name
+from jacstore.store.arrays import array_layouts, factor_bytes, operand_array
 from jacstore.store.constants import GROUP, constant_layout, constants_of, keep_constants
 from jacstore.store.layout import StorePlan, plan_store
 from jacstore.store.reader import JacobianStore
 from jacstore.store.requests import request_of, require_same
-from jacstore.store.unit_buffers import UnitBlock, from_bfloat16, storage_dtype
-from jacstore.terms.kinds import Leaf, Operand, dense_leaves, expand
-from jacstore.terms.rounding import observed_rounding
+from jacstore.store.unit_buffers import UnitBlock, storage_dtype
+from jacstore.store.unit_form import UnitForm, shaped
+from jacstore.terms.kinds import Leaf, Operand, dense_leaves
 
 ARRAYS = ("rows", "factors", "constants", "outputs", "norms")
-# Where the effect of rounding is looked at: one example of so many units, and so many of its rows.
-ROUNDING_UNITS, ROUNDING_OUTPUTS = 8, 4
-LARGEST = {"float16": 65504.0, "bfloat16": 3.38e38, "float32": 3.4e38, "float64": 1.79e308}
+# The effect of rounding is looked at in one example of so many units.
+ROUNDING_UNITS = 8
 
 
 class StoreWriter:
@@ -129,6 +128,7 @@ class StoreWriter:
             self.store = JacobianStore(self.files, self.where)
             require_same(self.store, wanted, self.leaves, unit_size)
             keep_constants(self.files, self.where, self.store.leaves, self.leaves)
+        self.form = UnitForm(leaves=self.leaves, operands=self.operands, n_outputs=self.store.n_outputs, dtype=dtype)
         self.units = _units_of_part(self.store.n_units, part)
         self._lock: Lock | None = None
         self._pool: ThreadPoolExecutor | None = None
@@ -219,17 +219,17 @@ class StoreWriter:
         """
         unit = self._unit_to_write(start)
         count = self.store.unit_range(unit)[1] - start
-        arrays, factors = self._check_arrays(rows, count)
+        arrays, factors = self.form.checked(rows, count)
         if norms is None:
-            norms, proven = self._norms(arrays, factors), True
+            norms, proven = self.form.norms(arrays, factors), True
         else:
-            norms, proven = _shaped(norms, "norms", (count, self.store.n_outputs, len(self.leaves))), False
+            norms, proven = shaped(norms, "norms", (count, self.store.n_outputs, len(self.leaves))), False
             if norms.min(initial=0) < 0:
                 raise InvalidRequestError(f"norms: {norms.min():.3g}; they are squares, at least 0 (norms=)")
         if outputs is None:
             outputs = np.full((count, self.store.n_outputs), np.nan)
         else:
-            outputs = _shaped(outputs, "outputs", (count, self.store.n_outputs))
+            outputs = shaped(outputs, "outputs", (count, self.store.n_outputs))
         blocks = self.new_blocks()
         for leaf in self.leaves:
             if leaf.dense:
@@ -260,15 +260,19 @@ class StoreWriter:
         """As `write_unit`, from filled blocks; `proven` where a finite norm was summed over these very rows."""
         store, unit = self.store, self._unit_to_write(start)
         count = store.unit_range(unit)[1] - start
-        nonfinite = self._nonfinite(start, blocks, norms, proven)
+        nonfinite = [start + n for n in self.form.nonfinite(blocks, norms, proven)]
+        if nonfinite and not self.allow_nonfinite:
+            raise self._not_finite(nonfinite)
         for block in blocks.values():
             block.clear(count)
         small = {"outputs": outputs, "norms": norms}
         # Computed while the files wait for the disk.
-        rounding = self._workers().submit(self._rounding, unit, blocks, norms)
+        looked_at = unit % -(-store.n_units // ROUNDING_UNITS) == 0
+        rounding = self._workers().submit(self.form.rounding, unit, blocks, norms) if looked_at else None
         files = self._write_files(unit, blocks, small)
         self.files.sync_folders(files)
         size = sum(record.size for record in files.values())
+        seen = None if rounding is None else rounding.result()
         store.ledger.record(
             "unit",
             unit,
@@ -279,7 +283,7 @@ class StoreWriter:
                 "zero_rows": int(np.sum(norms.sum(-1) == 0)),
                 "zero_leaves": [n for n, leaf in enumerate(self.leaves) if leaf.size and not norms[..., n].any()],
                 "nonfinite_examples": nonfinite,
-                **rounding.result(),
+                **({} if seen is None else {"rounding": seen}),
                 "files": {name: record.to_list() for name, record in files.items()},
                 **facts,
             },
@@ -287,18 +291,13 @@ class StoreWriter:
         self._done.add(unit)
         self.listener(UnitDone(unit=unit, examples=count, bytes_stored=size))
 
-    def _rounding(self, unit: int, blocks: Mapping[str, UnitBlock], norms: np.ndarray) -> dict[str, Any]:
-        """The effect of rounding on the rows of the first example, in a few units."""
-        if unit % -(-self.store.n_units // ROUNDING_UNITS):
-            return {}
-        outputs = np.arange(0, self.store.n_outputs, -(-self.store.n_outputs // ROUNDING_OUTPUTS))
-        operands, rows = {}, blocks["rows"].example(0)[outputs] if "rows" in blocks else None
-        for operand in self.operands:
-            values = blocks[operand_array(operand.name)].example(0)
-            values = values[outputs] if operand.per_output else values
-            operands[operand.name] = values[None] if operand.integers else values[None].astype(np.float64)
-        seen = observed_rounding(self.leaves, rows, operands, norms[0, outputs].sum(-1), unit)
-        return {} if seen is None else {"rounding": seen}
+    def _not_finite(self, bad: Sequence[int]) -> NonFiniteError:
+        """What to say of examples whose rows are not finite."""
+        shown = ", ".join(map(str, bad[:10])) + (" and others" if len(bad) > 10 else "")
+        return NonFiniteError(
+            f"rows of example(s) {shown} hold NaN or infinity as {self.dtype}; mend or leave out those inputs, "
+            "choose a wider --dtype (dtype=), or store them with --allow-nonfinite (allow_nonfinite=True)"
+        )
 
     def _unit_to_write(self, start: int) -> int:
         """The unit that begins at an example, if it is this writer's to write."""
@@ -314,116 +313,6 @@ class StoreWriter:
                 f"examples {start} to {self.store.unit_range(unit)[1] - 1} are stored already; `missing` lists the rest"
             )
         return unit
-
-    def _check_arrays(self, rows: Mapping[str, Any], count: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """Rows of leaves `(n, K, size)` and operands, each of the right shape and kind."""
-        if not isinstance(rows, Mapping):
-            raise InvalidRequestError(
-                f"rows of type {type(rows).__name__}; allowed is a mapping from leaves to arrays (rows=)"
-            )
-        unknown = sorted(set(rows) - {leaf.path for leaf in self.leaves})
-        if unknown:
-            raise InvalidRequestError(
-                f"leaf {unknown[0]!r}: not a leaf of this store; leaves are {[f.path for f in self.leaves][:5]}"
-            )
-        k, arrays, factors = self.store.n_outputs, {}, {}
-        described = {o.name: o for o in self.operands}
-        for leaf in self.leaves:
-            given = rows.get(leaf.path, None if leaf.dense else {})
-            if leaf.dense:
-                if given is None or isinstance(given, Mapping):
-                    raise InvalidRequestError(f"leaf {leaf.path!r}: no rows given; it needs an array (n, K, *shape)")
-                array = self._checked(f"leaf {leaf.path!r}: rows", given, (count, k, *leaf.shape))
-                arrays[leaf.path] = array.reshape(count, k, leaf.size)
-                continue
-            if not isinstance(given, Mapping):
-                raise InvalidRequestError(
-                    f"leaf {leaf.path!r} is stored by factors: give a mapping with {list(leaf.operands)}"
-                )
-            for name, values in given.items():
-                if name not in leaf.operands:
-                    raise InvalidRequestError(
-                        f"leaf {leaf.path!r}: {name!r} is not one of its operands {list(leaf.operands)}"
-                    )
-                what = f"leaf {leaf.path!r}: operand {name!r}"
-                operand = described[name]
-                wanted = (count, *operand.lead(k), *operand.shape)
-                factors[name] = self._checked(what, values, wanted, integers=operand.integers)
-        missing = [o.name for o in self.operands if o.name not in factors]
-        if missing:
-            raise InvalidRequestError(
-                f"operand {missing[0]!r} is not given; every operand is needed, with one of its leaves"
-            )
-        return arrays, factors
-
-    def _checked(self, what: str, given: Any, wanted: tuple[int, ...], integers: bool = False) -> np.ndarray:
-        if np.ma.isMaskedArray(given):
-            raise InvalidRequestError(f"{what} is a masked array, whose mask would be lost; fill it")
-        array = np.asarray(given)
-        if array.shape != wanted:
-            raise InvalidRequestError(f"{what} of shape {array.shape}, allowed is {wanted}")
-        if integers:
-            if array.dtype.kind not in "iu":
-                raise InvalidRequestError(f"{what} of type {array.dtype}, allowed are integers")
-            return array.astype(np.int32)
-        bits = array.dtype == np.uint16
-        if bits != (bits and self.dtype == "bfloat16") or not (array.dtype.kind in "fiub" or _is_bfloat16(array)):
-            raise InvalidRequestError(f"{what} of type {array.dtype}, allowed are real numbers ({self.dtype})")
-        if _is_bfloat16(array):
-            array = array.view(np.uint16) if self.dtype == "bfloat16" else array.astype(np.float32)
-        return array
-
-    def _norms(self, arrays: Mapping[str, np.ndarray], factors: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Squared row norms `(n, K, L)` in float64, an example at a time to keep the copy small."""
-        wide = {name: from_bfloat16(v) if v.dtype == np.uint16 else v for name, v in factors.items()}
-        count = len(next(iter([*arrays.values(), *factors.values()])))
-        norms = np.empty((count, self.store.n_outputs, len(self.leaves)))
-        for n in range(count):
-            one = {
-                name: v[n : n + 1].astype(np.int32 if v.dtype.kind == "i" else np.float64) for name, v in wide.items()
-            }
-            for index, leaf in enumerate(self.leaves):
-                if leaf.dense:
-                    row = arrays[leaf.path][n]
-                    row = from_bfloat16(row) if row.dtype == np.uint16 else row
-                else:
-                    row = expand(leaf.terms, one, leaf.size)[0]
-                norms[n, :, index] = np.square(row, dtype=np.float64).sum(-1)
-        return norms
-
-    def _nonfinite(self, start: int, blocks: Mapping[str, UnitBlock], norms: np.ndarray, proven: bool) -> list[int]:
-        """Examples with NaN or infinity in what will be stored."""
-        # No entry is larger than the root of a norm; where that is well inside the stored type nothing can overflow.
-        # A factor can, in a type as narrow as float16.
-        proven = proven and not (self.operands and self.dtype == "float16")
-        with np.errstate(over="ignore", invalid="ignore"):
-            safe = np.sqrt(norms) < 0.99 * LARGEST[self.dtype]
-        suspects = np.flatnonzero(~safe.all(axis=(1, 2))) if proven else np.arange(len(norms))
-        bad = []
-        for n in suspects:
-            values = {name: block.example(int(n)) for name, block in blocks.items()}
-            if not all(np.isfinite(v).all() for v in values.values()):
-                bad.append(int(start + n))
-            elif not np.isfinite(norms[n]).all():
-                # Finite rows whose squares left float32: their norms are taken again in float64.
-                wide = {
-                    operand_name(name): v[None].astype(v.dtype if v.dtype.kind == "i" else np.float64)
-                    for name, v in values.items()
-                }
-                for index, leaf in enumerate(self.leaves):
-                    row = (
-                        expand(leaf.terms, wide, leaf.size)[0]
-                        if not leaf.dense
-                        else (values["rows"][:, leaf.dense.start : leaf.dense.start + leaf.size])
-                    )
-                    norms[n, :, index] = np.square(row, dtype=np.float64).sum(-1)
-        if bad and not self.allow_nonfinite:
-            shown = ", ".join(map(str, bad[:10])) + (" and others" if len(bad) > 10 else "")
-            raise NonFiniteError(
-                f"rows of example(s) {shown} hold NaN or infinity as {self.dtype}; mend or leave out those inputs, "
-                "choose a wider --dtype (dtype=), or store them with --allow-nonfinite (allow_nonfinite=True)"
-            )
-        return bad
 
     def _workers(self) -> ThreadPoolExecutor:
         if self._pool is None:
@@ -461,35 +350,7 @@ class StoreWriter:
         numerics: Mapping[str, Any],
     ) -> None:
         n, k, unit = plan.n_examples, plan.n_outputs, plan.unit_size
-        rows = ArrayLayout(
-            name="rows",
-            shape=(n, k, plan.n_columns),
-            piece=(unit, k, plan.piece_columns),
-            per_file=(1, 1, plan.pieces_per_file),
-            dtype=storage_dtype(self.dtype),
-            codec=codec,
-            dimensions=("example", "output", "parameter"),
-        )
-        outputs = ArrayLayout(
-            name="outputs",
-            shape=(n, k),
-            piece=(unit, k),
-            per_file=(1, 1),
-            dtype=outputs_dtype,
-            codec="none",
-            dimensions=("example", "output"),
-        )
-        norms = ArrayLayout(
-            name="norms",
-            shape=(n, k, len(self.leaves)),
-            piece=(unit, k, len(self.leaves)),
-            per_file=(1, 1, 1),
-            dtype="float64",
-            codec="none",
-            dimensions=("example", "output", "leaf"),
-        )
-        factors = [operand_layout(operand, n, k, unit, self.dtype, codec) for operand in self.operands]
-        layouts = [*([rows] if plan.n_columns else []), *factors, outputs, norms]
+        layouts = array_layouts(plan, len(self.leaves), self.operands, self.dtype, outputs_dtype, codec)
         constants = [constant_layout(constant) for constant in constants_of(self.leaves)]
         attributes = {
             "kind": "store",
@@ -509,7 +370,7 @@ class StoreWriter:
             },
             "versions": zarr_group.versions(),
         }
-        groups = [*(["factors"] if factors else []), *([GROUP] if constants else [])]
+        groups = [*(["factors"] if self.operands else []), *([GROUP] if constants else [])]
         zarr_group.create(self.files, [*layouts, *constants], attributes, groups=groups)
 
 
@@ -524,21 +385,6 @@ def refuse_small_disk(where: str, plan: StorePlan) -> None:
             f"{where}: rows take {format_size(plan.bytes_stored)}, its disk has {format_size(free)} free; "
             "choose another disk (--out, out=), --dtype bfloat16 (dtype=) or fewer examples (--examples A:B, examples=)"
         )
-
-
-def _is_bfloat16(array: np.ndarray) -> bool:
-    """Whether these are bfloat16 numbers of the package ml_dtypes, as JAX gives them."""
-    return array.dtype.name == "bfloat16"
-
-
-def _shaped(given: np.ndarray, name: str, wanted: tuple[int, ...]) -> np.ndarray:
-    """A real array of the wanted shape."""
-    array = np.asarray(given)
-    if array.shape != wanted or array.dtype.kind not in "fiub":
-        raise InvalidRequestError(
-            f"{name}: {array.dtype} of shape {array.shape}, allowed are real numbers of shape {wanted}"
-        )
-    return array.astype(np.float64) if name == "norms" else array
 
 
 def _padded(layout: ArrayLayout, values: np.ndarray) -> np.ndarray:
