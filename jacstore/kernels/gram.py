@@ -28,9 +28,10 @@ from jacstore.kernels.context import Work, common_dtype, make_engine
 from jacstore.kernels.engines.blas import Engine
 from jacstore.kernels.executors import cluster_at, connect, on_cluster, on_threads
 from jacstore.kernels.finish import finish_group
-from jacstore.kernels.kernel import LEAVES, WHOLE, Kernel, expected_bytes, layouts
+from jacstore.kernels.kernel import Kernel
 from jacstore.kernels.lazy import as_mode, as_store, default_precision, made_alike, refuse_unlike
 from jacstore.kernels.metadata import check_plan_for
+from jacstore.kernels.plan.arrays import LEAVES, WHOLE, expected_bytes, layouts
 from jacstore.kernels.plan.options import GramOptions
 from jacstore.kernels.plan.plan import GramPlan, Step
 from jacstore.kernels.plan.reports import GramForecast, GramReport, ItemResult, Spent

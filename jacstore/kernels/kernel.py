@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import quote
 
 import dask.array as da
 import numpy as np
@@ -17,7 +14,7 @@ import numpy as np
 from jacstore.base.schema import Open, Reported, short_hash, typed
 from jacstore.errors import DamagedDataError, IncompleteError, InvalidRequestError
 from jacstore.kernels.metadata import KernelAttributes, check_kernel
-from jacstore.kernels.plan.plan import GramPlan
+from jacstore.kernels.plan.arrays import layouts
 from jacstore.kernels.plan.reports import KernelInfo
 from jacstore.storage import zarr_group
 from jacstore.storage.chunks import ArrayLayout, FileEncoder, FileRecord, check_file, decode, page_aligned, raw
@@ -25,37 +22,6 @@ from jacstore.storage.files import Files, Folder
 from jacstore.storage.indexing import resolve
 from jacstore.storage.kept_arrays import KeptFactorization, kept_factorizations
 from jacstore.storage.ledger import FORMAT_VERSION, Ledger, readable
-
-WHOLE, LEAVES = "kernel", "leaves"
-
-
-def array_names(leaves: Sequence[str]) -> list[str]:
-    """Array of each leaf's kernel, or the one array of the whole kernel where leaves are not kept apart."""
-    if not leaves:
-        return [WHOLE]
-    # A path is one name: its slashes are encoded, and so is a dot that could climb out of the folder.
-    quoted = [quote(path, safe="") for path in leaves]
-    return [f"{LEAVES}/{'%2E' + name[1:] if name.startswith('.') else name}" for name in quoted]
-
-
-def layouts(plan: GramPlan, leaves: Sequence[str], dtype: str) -> list[ArrayLayout]:
-    """Zarr arrays of a kernel; a chunk is a tile."""
-    n, m = plan.rows.n_examples, plan.cols.n_examples
-    shape = plan.mode.shape(n, m, plan.n_outputs)
-    piece = plan.mode.shape(min(plan.tile, n), min(plan.tile, m), plan.n_outputs)
-    return [
-        ArrayLayout(
-            name=name,
-            shape=shape,
-            piece=piece,
-            per_file=(1,) * len(shape),
-            dtype=dtype,
-            codec="none",
-            dimensions=plan.mode.dimensions,
-        )
-        for name in array_names(leaves)
-    ]
-
 
 TRANSPOSED = 256
 
@@ -494,10 +460,3 @@ class _LazyKernel:
 def open_kernel(path: str) -> Kernel:
     """Open a kernel on disk."""
     return Kernel(Folder(path), str(path))
-
-
-def expected_bytes(plan: GramPlan, leaves: Sequence[str], itemsize: int, triangle: bool) -> int:
-    """Bytes of the tile files of a kernel, mirrors included."""
-    piece = math.prod(plan.mode.shape(plan.tile, plan.tile, plan.n_outputs)) * itemsize
-    tiles = plan.tiles_total if triangle else plan.tiles_stored
-    return tiles * piece * len(leaves or [WHOLE])
