@@ -54,7 +54,7 @@ def without(setting: str) -> Iterator[None]:
         replaced = {
             "jacstore.rows.device_pass._partial_squares": _no_squares,
             "jacstore.rows.device_pass.squared_norms": _no_norms,
-            "jacstore.store.writer.observed_rounding": lambda *given: None,
+            "jacstore.store.unit_form.observed_rounding": lambda *given: None,
             "jacstore.kernels.diagonal.Diagonal.compare": lambda *given: (0.0, 1.0, ""),
         }
     with contextlib.ExitStack() as stack:
