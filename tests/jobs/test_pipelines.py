@@ -32,6 +32,7 @@ import transformer
 from jacstore.errors import DamagedDataError, RunInterruptedError
 from jacstore.problem.problem import prepare
 from jacstore.rows.trace.cut import cut_before_products
+from jacstore.terms.kinds import KINDS
 from peers import child, serve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -146,6 +147,8 @@ def test_device_check_runs_small_and_its_checks_hold(tmp_path: Path) -> None:
     # What the guard would find if products were of 16 bits.
     errors = figures["tf32"]["largest_errors"]
     assert errors["fast"] > 10 * device_check.SPOILED > 10 * errors["dense"]
+    terms = {kind for leaves in figures["kinds"]["terms"].values() for leaf in leaves for kind in leaf.split("+")}
+    assert terms == set(KINDS)
 
 
 def test_sections_without_time_are_skipped_and_what_ends_one_leaves_the_others() -> None:
