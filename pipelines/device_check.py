@@ -1,12 +1,14 @@
-"""One run on an accelerator, at most 5 minutes: are kernels right there, how fast, and how close to its own limits?
+"""One run on an accelerator, at most 8 minutes: are kernels right there, how fast, and how close to its own limits?
 
-    python pipelines/device_check.py --minutes 5 > device.json
+    python pipelines/device_check.py --minutes 8 > device.json
     python pipelines/device_check.py --small
 
 Sections: `peak` measures matrix products of each precision, `arithmetic` those of the engine; `engines` compares both
-engines with float64, dense and factored; `tf32` uses numbers that any product of 16-bit or TF32 operands gets wrong by
-5e-4; `factored` builds and assembles the headline MLP from factors, `dense` from 12,000 x 2.4M bfloat16 rows in RAM,
-`float32` from float32 rows. Each has its time; one that does not fit any more is skipped and named. Progress goes to
+engines with float64, dense and factored, and `kinds` does so for every kind of term in every mode; `tf32` uses numbers
+that any product of 16-bit or TF32 operands gets wrong by 5e-4; `precisions` gives error and rate of a kernel in each
+named precision that the device has; `factored` builds and assembles the headline MLP from factors at 30,000 examples,
+`cnn` the headline CNN at 8,192; `dense` uses 12,000 x 2.4M bfloat16 rows in RAM, `float32` float32 rows. Each has its
+time; one that does not fit any more is skipped and named. Progress goes to
 stderr, one JSON object to stdout at the end. Exit code 0, or 3 if a check failed.
 
 It needs no network. Beside Python, JAX with its plug-in for the device, NumPy and SciPy it needs jacstore on PYTHONPATH
@@ -36,8 +38,9 @@ import jacstore
 from jacstore import testing
 from jacstore.base import machine
 from jacstore.base.events import Started
+from jacstore.base.limits import PRECISIONS
 from jacstore.base.modes import Mode
-from jacstore.errors import RunInterruptedError
+from jacstore.errors import InvalidRequestError, RunInterruptedError
 from jacstore.kernels.engines.xla import XlaEngine
 
 WHEELS = (
@@ -75,8 +78,8 @@ class Run:
         return self.left() <= 0
 
     def do(self, name: str, work: Callable[[Run], dict[str, Any]], needs: float, most: float) -> None:
-        """Run a section if `needs` seconds are left, for at most `most` of 5 minutes, in proportion of others."""
-        most *= self.figures["minutes"] / 5
+        """Run a section if `needs` seconds are left, for at most `most` of 8 minutes, in proportion of others."""
+        most *= self.figures["minutes"] / 8
         remaining = self.ends - MARGIN - time.perf_counter()
         if remaining < needs:
             self.skipped[name] = f"{remaining:.0f} s left, it needs {needs:.0f}"
@@ -216,6 +219,84 @@ def engines(run: Run) -> dict[str, Any]:
     return {"largest_errors": found}
 
 
+def kinds(run: Run) -> dict[str, Any]:
+    """Both engines in every mode for each kind of term, against float64 rows; leaves are named with their terms."""
+    found: dict[str, float] = {}
+    terms: dict[str, list[str]] = {}
+    for name, problem in term_problems().items():
+        store = jacstore.build(problem, None, layout="factored", memory="1GB", stop=run.over)
+        terms[name] = ["+".join(leaf["terms"]) for leaf in store.info()["leaves"]]
+        rows = testing.dense_rows(problem)
+        for mode in ("full", "blocks", "trace"):
+            truth = testing.dense_kernel(rows, mode=mode)
+            for engine in ("blas", "xla"):
+                kernel = assembled(run, store, engine=engine, mode=mode)
+                error = testing.kernel_error(kernel, truth, mode=mode, rows=rows)
+                found[f"{name}_{mode}_{engine}"] = run.check(f"{name} {mode} {engine} error", error)
+    return {"largest_errors": found, "terms": terms}
+
+
+def term_problems() -> dict[str, jacstore.Problem]:
+    """Networks whose leaves take each form that a store has: products, convolutions, look-ups, gains, sums of them."""
+    draw = np.random.default_rng(0)
+
+    def normal(*shape: int) -> np.ndarray:
+        return draw.standard_normal(shape, np.float32)
+
+    mask = (draw.random((24, 40)) < 0.5).astype(np.float32)
+    table, ids = {"table": normal(50, 12), "out": normal(12, 3)}, draw.integers(0, 50, (16, 6)).astype(np.int32)
+
+    def masked(params: Any, x: Any) -> Any:
+        return jnp.tanh(x @ (params["w"] * mask)) @ params["v"]
+
+    def looked_up(params: Any, tokens: Any) -> Any:
+        return jnp.tanh(params["table"][tokens].sum(0)) @ params["out"]
+
+    def tied(params: Any, tokens: Any) -> Any:
+        return (jnp.tanh(params["table"][tokens].mean(0)) @ params["table"].T)[:3]
+
+    def scanned(params: Any, x: Any) -> Any:
+        def step(state: Any, layer: Any) -> Any:
+            return jnp.tanh(state @ layer), None
+
+        return lax.scan(step, x, params["stack"])[0] @ params["out"]
+
+    def problem(apply: Any, params: Any, inputs: Any) -> jacstore.Problem:
+        return jacstore.Problem(apply=apply, params=params, inputs=inputs)
+
+    return {
+        "dot": testing.mlp(16, sizes=(48, 64, 32, 3)),
+        "conv": testing.cnn(16),
+        "gain": problem(masked, {"w": normal(24, 40) / 5, "v": normal(40, 3)}, normal(16, 24)),
+        "index": problem(looked_up, table, ids),
+        "sum": problem(tied, {"table": table["table"]}, ids),
+        "scan": problem(scanned, {"stack": normal(4, 20, 20) / 5, "out": normal(20, 3)}, normal(16, 20)),
+    }
+
+
+def precisions(run: Run) -> dict[str, Any]:
+    """Error and rate of the engine in each precision that the device has, from float32 rows and from factors."""
+    problem = network(run, 64 if run.small else 2048)
+    found: dict[str, Any] = {}
+    for layout in ("factored",) if run.small else ("factored", "dense"):
+        store = jacstore.build(problem, None, layout=layout, memory=memory(), stop=run.over)
+        exact = assembled(run, store, precision="float64", engine="blas")
+        scale = np.sqrt(np.diag(exact))
+        for precision in PRECISIONS:
+            try:
+                kernel = jacstore.gram(store, memory=memory(), engine="xla", precision=precision, stop=run.over)
+            except InvalidRequestError as error:
+                found[f"{precision}_{layout}"] = {"refused": str(error)}
+                continue
+            gram = kernel.report
+            off = np.abs(np.asarray(kernel.array.compute(scheduler="synchronous")) - exact)
+            found[f"{precision}_{layout}"] = {
+                "largest_error": float((off / scale[:, None] / scale).max()),
+                "gflops": gram["flops"] / gram["seconds_total"] / 1e9,
+            }
+    return {"precisions": found}
+
+
 def assembled(run: Run, store: jacstore.JacobianStore, **options: Any) -> np.ndarray:
     """The kernel as an array."""
     kernel = jacstore.gram(store, memory="2GB", stop=run.over, **options)
@@ -268,6 +349,11 @@ def network(run: Run, examples: int) -> jacstore.Problem:
     if not run.small:
         return problem
     return replace(problem, params=headline.mlp_params(widths=(784, 48, 32, 10)))
+
+
+def cnn(run: Run) -> dict[str, Any]:
+    """The headline CNN, float32, factors in RAM."""
+    return throughput(run, headline.problem("cnn", 16 if run.small else 8_192, None), "float32", "auto", "float32")
 
 
 def dense(run: Run) -> dict[str, Any]:
@@ -363,7 +449,7 @@ def main(arguments: list[str] | None = None) -> int:
         epilog=__doc__.partition("\n\n")[2] + "\n    " + WHEELS.replace(" ", "\n    "),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--minutes", type=float, default=5.0, help="the whole run ends within this time")
+    parser.add_argument("--minutes", type=float, default=8.0, help="the whole run ends within this time")
     parser.add_argument("--small", action="store_true", help="the same at sizes for a CPU, under a minute")
     given = parser.parse_args(arguments)
     run = Run(given.minutes * 60, given.small)
@@ -381,8 +467,11 @@ def main(arguments: list[str] | None = None) -> int:
     run.do("peak", peak, 5, 40)
     run.do("arithmetic", arithmetic, 5, 30)
     run.do("engines", engines, 10, 60)
+    run.do("kinds", kinds, 10, 60)
     run.do("tf32", tf32, 10, 40)
+    run.do("precisions", precisions, 15, 60)
     run.do("factored", factored, 15, 70)
+    run.do("cnn", cnn, 20, 110)
     run.do("dense", dense, 20, 110)
     run.do("float32", float32, 20, 60)
     timer.cancel()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -215,3 +217,27 @@ def test_a_gram_and_a_factorization_multiply_with_no_more_threads_than_the_quota
         jacstore.KernelFactor(jacstore.gram(store), 1.0)
         jacstore.spectrum(jacstore.gram(store))
         assert len(asked) >= 4 and set(asked) == wanted
+
+
+@pytest.fixture
+def nested_groups():
+    """Two control groups of this kernel, the outer with 700 MB, the inner with no limit of its own."""
+    outer = Path("/sys/fs/cgroup/memory") / f"jacstore-{os.getpid()}"
+    try:
+        (outer / "inner").mkdir(parents=True)
+        (outer / "memory.limit_in_bytes").write_text("700000000")
+    except OSError as error:
+        pytest.skip(f"no control groups of version 1 can be made here: {error}")
+    yield outer / "inner"
+    (outer / "inner").rmdir()
+    outer.rmdir()
+
+
+def test_a_process_in_a_real_nested_group_sees_the_limit_above_it(nested_groups):
+    ask = "from jacstore.base.machine import available_memory, default_memory as d; print(available_memory(), d(None))"
+    join = f"echo $$ > {nested_groups}/cgroup.procs && exec {sys.executable} -c '{ask}'"
+    ran = subprocess.run(["bash", "-c", join], capture_output=True, text=True, check=True)
+    available, budget = map(int, ran.stdout.split())
+    assert 500_000_000 < available < 700_000_000
+    # The two are asked for one after the other, and what is left changes by some pages.
+    assert abs(budget - available // 2) < 20_000_000

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from click.testing import CliRunner, Result
@@ -83,8 +83,8 @@ def run_command(*words: object, code: str = MAIN, **changes: str) -> subprocess.
 class Command:
     """The command line running in a process of its own; leaving the block ends the process."""
 
-    def __init__(self, *words: object, code: str = MAIN, **changes: str) -> None:
-        command = [sys.executable, "-c", code, *map(str, words)]
+    def __init__(self, *words: object, code: str = MAIN, prefix: Sequence[str] = (), **changes: str) -> None:
+        command = [*prefix, sys.executable, "-c", code, *map(str, words)]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment(**changes))
 

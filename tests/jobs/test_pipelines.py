@@ -26,11 +26,13 @@ import layerwise
 import mnist_all_outputs
 import model_zoo
 import precision
+import roofline
 import soak
 import transformer
 from jacstore.errors import DamagedDataError, RunInterruptedError
 from jacstore.problem.problem import prepare
 from jacstore.rows.trace.cut import cut_before_products
+from jacstore.terms.kinds import KINDS
 from peers import child, serve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -145,6 +147,8 @@ def test_device_check_runs_small_and_its_checks_hold(tmp_path: Path) -> None:
     # What the guard would find if products were of 16 bits.
     errors = figures["tf32"]["largest_errors"]
     assert errors["fast"] > 10 * device_check.SPOILED > 10 * errors["dense"]
+    terms = {kind for leaves in figures["kinds"]["terms"].values() for leaf in leaves for kind in leaf.split("+")}
+    assert terms == set(KINDS)
 
 
 def test_sections_without_time_are_skipped_and_what_ends_one_leaves_the_others() -> None:
@@ -484,3 +488,34 @@ def test_predictive_variances_by_the_kernel_and_by_the_normal_matrix_agree(tmp_p
     assert [row["failed"] for row in rows] == ["", ""]
     assert rows[0]["difference"] == 0 and 0 < rows[1]["difference"] < 1e-3
     assert (tmp_path / "out" / "laplace.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("engine", ["blas", "xla"])
+def test_roofline_names_the_part_that_bounds_each_stage_and_draws_it(tmp_path, engine):
+    words = [
+        "--jobs",
+        "mlp",
+        "--engine",
+        engine,
+        "--examples",
+        "8",
+        "--whole",
+        "80",
+        "--tile",
+        "64",
+        "--out",
+        str(tmp_path),
+    ]
+    parts = roofline.main([*words, "--csv", str(tmp_path / "r.csv"), "--figure", str(tmp_path / "r.png")])
+    with open(tmp_path / "r.csv", newline="") as file:
+        assert [row["part"] for row in csv.DictReader(file)] == [one.part for one in parts]
+    assert (tmp_path / "r.png").stat().st_size > 10_000
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["r.csv", "r.png"]
+    for stage in ("build", "gram"):
+        *of_stage, whole = (one for one in parts if one.stage == stage)
+        assert whole.seconds_least == max(one.seconds_least for one in of_stage)
+        assert [one.seconds_least for one in of_stage if one.bounds] == [whole.seconds_least]
+    products = next(one for one in parts if one.part == "products")
+    # All 80 rows are half a square of pairs; the one tile of 8 rows was multiplied whole.
+    assert products.whole_seconds_least == pytest.approx(products.seconds_least * 50)
+    assert ("to device" in {one.part for one in parts}) == (engine == "xla")
