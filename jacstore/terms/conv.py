@@ -291,7 +291,8 @@ class Conv(Factored):
         window = math.prod(self.window)
         if self.by_patches(shapes[self.inputs]):
             return 2 * t * s * window * channels
-        return 2 * math.prod(space) ** 2 * channels + elementwise * self.groups * t * s * window
+        # Sums over the window are formed along one axis after the other.
+        return 2 * math.prod(space) ** 2 * channels + elementwise * self.groups * t * s * sum(self.window)
 
     def own_flops(self, shapes: Shapes) -> int:
         t, width = shapes[self.cotangents][1:]

@@ -21,10 +21,12 @@ from jacstore.base.modes import Mode
 from jacstore.base.schema import typed
 from jacstore.errors import InvalidRequestError
 from jacstore.kernels.plan.plan import GramPlan, Group
+from jacstore.kernels.plan.rates import ELEMENTWISE, Rates, measured_rates
 from jacstore.kernels.plan.schedule import plan_gram
-from jacstore.kernels.plan.steps import ELEMENTWISE, plan_steps
+from jacstore.kernels.plan.steps import plan_steps
 from jacstore.store import layout
 from jacstore.store.layout import Side, StorePlan, plan_store
+from jacstore.terms import Dot, Leaf, Operand
 
 GIB = 2**30
 quick = settings(max_examples=50, deadline=None, database=None, suppress_health_check=list(HealthCheck))
@@ -462,3 +464,26 @@ LAYER = {"bias": np.ones(3, np.float32), "weight": np.ones((5, 3), np.float32)}
 
 def apply_layer(params, x):
     return x @ params["weight"] + params["bias"]
+
+
+def test_rates_decide_how_leaves_are_contracted_and_not_how_operations_are_counted():
+    shapes = {"x": (1, 4, 5), "d": (1, 4, 6)}
+    operands = [
+        Operand(name=name, role=role, shape=shapes[name]) for name, role in (("x", "inputs"), ("d", "cotangents"))
+    ]
+    term = Dot(inputs="x", cotangents="d", scale=1.0, views=())
+    leaf = Leaf(path="w", shape=(5, 6), dtype="float32", offset=0, terms=(term,))
+    implicit, expanded = 2 * 16 * (5 + 6) + 16 * ELEMENTWISE, 2 * 30
+    for rates, chosen, flops in (
+        (Rates(), (0,), expanded),
+        (Rates(elementwise=1, expanding=64), (), implicit),
+        (Rates(elementwise=10**6, expanding=64), (0,), expanded),
+    ):
+        (step,) = plan_steps([leaf], operands, 1, 50, Mode.FULL, rates)
+        assert (step.expanded, step.flops_pair) == (chosen, flops)
+
+
+def test_rates_are_measured_once_and_are_powers_of_four():
+    found = measured_rates()
+    assert found is measured_rates()
+    assert all(4 ** round(math.log(rate, 4)) == rate for rate in found.to_dict().values())

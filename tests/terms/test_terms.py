@@ -16,6 +16,7 @@ from jacstore import Problem
 from jacstore.base.modes import Mode
 from jacstore.base.schema import typed
 from jacstore.errors import InvalidRequestError
+from jacstore.kernels.plan.rates import Rates
 from jacstore.problem.problem import precision_context, prepare
 from jacstore.rows.device_pass import DevicePass
 from jacstore.rows.trace.cut import cut_before_products
@@ -349,9 +350,12 @@ def test_an_expanded_convolution_gives_the_kernel_of_an_implicit_one(monkeypatch
     store = jacstore.build(problem, None, dtype="float64")
     kernels = []
     for weight in (0, 10**6):
-        monkeypatch.setattr("jacstore.kernels.plan.steps.ELEMENTWISE", weight)
+        rates = Rates(elementwise=weight)
+        monkeypatch.setattr("jacstore.kernels.gram.measured_rates", lambda rates=rates: rates)
         kernel = assert_kernels(store, rows, 1e-12, tile=2)
         kernels.append([step.expanded for step in kernel.plan.steps])
+        # What decided is kept with the kernel and told.
+        assert kernel.report["rates"] == kernel.info()["numerics"]["rates"] == rates.to_dict()
     assert kernels[0] == [()] and 1 in kernels[1][0]
 
 
