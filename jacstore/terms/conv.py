@@ -172,9 +172,12 @@ class Conv(Factored):
             a, b = (t._patch_group(side[t.inputs], group, xp) for t, side in ((self, left), (other, right)))
             return positions_first(a.transpose(1, 0, 2), b.transpose(1, 0, 2), xp)
         images, others = (t._image_group(side[t.inputs], group, xp) for t, side in ((self, left), (other, right)))
-        pixels = positions_first(_pixels_first(images), _pixels_first(others), xp)
         if xp is np:
-            return self._unspread()._axis_by_axis(images.shape[1:-1], pixels)
+            # Nobody else holds the products of pixels, so that they are gone when one axis has been summed.
+            return self._unspread()._axis_by_axis(
+                images.shape[1:-1], positions_first(_pixels_first(images), _pixels_first(others), xp)
+            )
+        pixels = positions_first(_pixels_first(images), _pixels_first(others), xp)
         return self._unspread()._over_window(images.shape[1:-1], pixels, xp)
 
     def own_inside(self, other: Self, operands: Operands, group: int, xp: Any) -> Any:

@@ -20,7 +20,7 @@ from jacstore.base import limits
 from jacstore.base.modes import Mode
 from jacstore.base.schema import typed
 from jacstore.errors import InvalidRequestError
-from jacstore.kernels.plan.plan import GramPlan, Group
+from jacstore.kernels.plan.plan import GramPlan, Group, Step
 from jacstore.kernels.plan.rates import ELEMENTWISE, Rates, measured_rates
 from jacstore.kernels.plan.schedule import plan_gram
 from jacstore.kernels.plan.steps import plan_steps
@@ -487,3 +487,30 @@ def test_rates_are_measured_once_and_are_powers_of_four():
     found = measured_rates()
     assert found is measured_rates()
     assert all(4 ** round(math.log(rate, 4)) == rate for rate in found.to_dict().values())
+
+
+def test_no_memory_is_kept_for_patches_so_that_a_kernel_reads_no_more_for_them():
+    side = Side(n_examples=4096, unit_size=256, piece_columns=1, itemsize=4)
+    step = Step(
+        leaves=(0,),
+        expanded=(0,),
+        numbers=1000,
+        channel_columns=1000,
+        patch_numbers=20_000,
+        positions=1,
+        flops_pair=1,
+        flops_example=1,
+    )
+    plan = plan_gram(
+        mode=Mode.FULL,
+        rows=side,
+        cols=None,
+        n_outputs=1,
+        n_columns=0,
+        product_itemsize=4,
+        memory=2**30,
+        tile=256,
+        steps=(step,),
+        factor_bytes=(4000, 4000),
+    )
+    assert plan.passes == 1 and not plan.patches_kept
