@@ -5,8 +5,9 @@
 
 mlp: 784-1024-1024-512-10. cnn: 3 x 3 convolutions 64-128-256-512 with 2 x 2 max-pool on 3 x 32 x 32 generated images,
 dense 2048-10. Outputs are summed, or kept apart by --outputs all. Without --data the inputs are normal. 200 random
-entries of the kernel are compared with rows from `jax.grad` in float64; bare sgemm multiplies matrices of the same
-shapes, and ordinary batch gradients, one for each output, are timed in the same run.
+entries of the kernel are compared with rows from `jax.grad` in float64; bare sgemm multiplies matrices of the shapes
+that the cheapest form of each leaf takes, between the slabs of the kernel, and ordinary batch gradients, one for each
+output, are timed in the same run.
 """
 
 from __future__ import annotations
@@ -147,37 +148,103 @@ def largest_error(task: jacstore.Problem, kernel: jacstore.Kernel, count: int = 
     return worst, flips
 
 
-def bare_seconds(store: jacstore.JacobianStore, rows: int = 2048) -> float:
-    """Seconds that bare sgemm takes for the upper half of the kernel: products of all operands, block by block."""
-    n = min(rows // store.n_outputs, store.n_examples)
-    seconds = 0.0
-    for operand in store.operands:
-        count = n * (store.n_outputs if operand.role == "cotangents" else 1)
-        a = np.random.default_rng(0).standard_normal((count, int(np.prod(operand.shape))), np.float32)
-        b = a.copy()
-        out = np.empty((count, count), np.float32)
-        seconds += statistics.median(_timed(lambda a=a, b=b, out=out: np.matmul(a, b.T, out=out)) for _ in range(5))
-    return seconds * (store.n_examples / n) ** 2 / 2
+def bare_shapes(store: jacstore.JacobianStore) -> list[tuple[int, int]]:
+    """Rows per example and depth of the matrix products that make up the kernel, each leaf in its cheapest form.
+
+    A leaf with many positions is a product of its rows, or one of inputs and one of cotangents of all positions,
+    whichever takes fewer operations. What is added and multiplied number by number is not counted.
+    """
+    k, shapes = store.n_outputs, {operand.name: operand.shape for operand in store.operands}
+    found: dict[Any, list[tuple[int, int]]] = {"rows": [(k, sum(leaf.size for leaf in store.leaves if leaf.dense))]}
+    for leaf in store.leaves:
+        for term in leaf.factored:
+            *inputs, cotangents = term.operands
+            *_, positions, width = shapes[cotangents]
+            if not inputs:
+                if positions > 1 or cotangents not in found:
+                    found.setdefault((cotangents, "sum"), [(k, width)])
+                continue
+            pairs = [(int(np.prod(shapes[inputs[0]][:-1])), shapes[inputs[0]][-1]), (positions * k, width)]
+            rows = [(k, leaf.size)]
+            if _operations(rows) < _operations(pairs):
+                found[leaf.path] = rows
+            else:
+                found |= {inputs[0]: pairs[:1], cotangents: pairs[1:]}
+                if positions == 1:
+                    found.pop((cotangents, "sum"), None)
+    return [shape for shapes in found.values() for shape in shapes if shape[1]]
+
+
+def _operations(shapes: list[tuple[int, int]]) -> int:
+    return sum(2 * rows**2 * depth for rows, depth in shapes)
+
+
+class Bare:
+    """Bare sgemm of a kernel's shapes, timed before, after and between its slabs: machines wander."""
+
+    def __init__(self, store: jacstore.JacobianStore, rows: int = 2048, pause: float = 5.0) -> None:
+        self.examples, self.pause, self.last = store.n_examples, pause, -1e9
+        self.shapes, self.spent, self.cpu_spent = bare_shapes(store), 0.0, 0.0
+        # One example at least; slabs as deep as those of a gram.
+        self.sizes = [(max(1, min(rows // r, self.examples)), min(depth, 4096)) for r, depth in self.shapes]
+        self.seconds: list[tuple[float, float]] = []
+        rng = np.random.default_rng(0)
+        most = max(n * r * depth for (r, _), (n, depth) in zip(self.shapes, self.sizes, strict=True))
+        self.numbers = rng.standard_normal((2, most), np.float32)
+        # Fresh pages would cost as much as a shallow product.
+        self.out = np.zeros(max((n * r) ** 2 for (r, _), (n, _) in zip(self.shapes, self.sizes, strict=True)), "f4")
+
+    def __call__(self, event: Any) -> None:
+        if time.perf_counter() - self.last >= self.pause:
+            self.measure()
+
+    def measure(self) -> None:
+        started, cpu_started, total, cpu = time.perf_counter(), time.process_time(), 0.0, 0.0
+        for (r, depth), (n, deep) in zip(self.shapes, self.sizes, strict=True):
+            a, b = (side[: n * r * deep].reshape(n * r, deep) for side in self.numbers)
+            out = self.out[: (n * r) ** 2].reshape(n * r, n * r)
+            begun, used = time.perf_counter(), time.process_time()
+            # The upper half of the kernel.
+            share = depth / deep * (self.examples / n) ** 2 / 2
+            np.matmul(a, b.T, out=out)
+            total += (time.perf_counter() - begun) * share
+            cpu += (time.process_time() - used) * share
+        self.seconds.append((total, cpu))
+        self.last = time.perf_counter()
+        self.spent += self.last - started
+        self.cpu_spent += time.process_time() - cpu_started
+
+    def median(self) -> tuple[float, float]:
+        """Seconds, and seconds of all cores together."""
+        wall, cpu = zip(*self.seconds, strict=True)
+        return statistics.median(wall), statistics.median(cpu)
 
 
 def kernel_figures(task: jacstore.Problem, store: jacstore.JacobianStore, out: Path, memory: str) -> dict[str, Any]:
     """The kernel's time, counts and error, and bare products of the same shapes."""
-    all_dots = all(term.kind == "dot" for leaf in store.leaves for term in leaf.terms)
-    bare = bare_seconds(store) if all_dots else 0.0
-    begun = time.perf_counter()
-    kernel = jacstore.gram(store, out=out, memory=memory, dtype="float32")
-    done = time.perf_counter()
+    bare = Bare(store)
+    for _ in range(3):
+        bare.measure()
+    del bare.seconds[0]
+    # What bare products take meanwhile is not the kernel's.
+    begun, used = time.perf_counter() - bare.spent, time.process_time() - bare.cpu_spent
+    kernel = jacstore.gram(store, out=out, memory=memory, dtype="float32", listener=bare)
+    done, used = time.perf_counter() - bare.spent - begun, time.process_time() - bare.cpu_spent - used
+    for _ in range(2):
+        bare.measure()
     gram = kernel.report
+    wall, cpu = bare.median()
     figures = {
-        "seconds_gram": done - begun,
+        "seconds_gram": done,
         "passes": gram["passes"],
         "schedule": gram["schedule"],
         "gflops": gram["flops"] / max(gram["seconds_compute"], 1e-9) / 1e9,
         "seconds_compute": gram["seconds_compute"],
+        "seconds_bare": wall,
+        "arithmetic_to_bare": wall / gram["seconds_compute"],
+        "cpu_seconds_gram": used,
+        "cpu_seconds_bare": cpu,
     }
-    if all_dots:
-        figures["seconds_bare"] = (bare + bare_seconds(store)) / 2
-        figures["arithmetic_to_bare"] = figures["seconds_bare"] / gram["seconds_compute"]
     figures["largest_error"], figures["flips"] = largest_error(task, kernel)
     return figures
 

@@ -45,10 +45,11 @@ class Limits:
     slab_columns: int = 4096
     # Rows that are formed from factors take about this much at once, or one channel of cotangents if that is more.
     expanded_bytes: int = 32_000_000
-    # Adding and multiplying numbers one by one costs about this many multiplications of a matrix product.
-    elementwise_flops: int = 12
-    # Rows of a symmetric product that BLAS takes whole; see `cholesky_rows`.
-    syrk_rows: int = 8192
+    # Channels of a slab of such rows, if there are as many: narrower products are slow.
+    expanded_channels: int = 256
+    # Least and most rows of the blocks that a product of slabs is cut into. Each is multiplied by one thread and added
+    # while it is in the cache; of smaller ones BLAS would copy the operands too often.
+    slab_block: tuple[int, int] = (256, 512)
     # In products with factors: numbers of intermediate products of a few examples at a time; channels times columns in
     # one product, of which more gain no speed and leave fewer examples; examples times positions that are summed in the
     # products' own type before they are added in float64.

@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from jacstore.kernels.metadata import check_plan_for
 from jacstore.kernels.plan.arrays import LEAVES, WHOLE, expected_bytes, layouts
 from jacstore.kernels.plan.options import GramOptions
 from jacstore.kernels.plan.plan import GramPlan, Step
+from jacstore.kernels.plan.rates import Rates, measured_rates
 from jacstore.kernels.plan.reports import GramForecast, GramReport, ItemResult, Spent
 from jacstore.kernels.plan.schedule import plan_gram, worker_parts
 from jacstore.kernels.plan.steps import plan_steps
@@ -260,6 +262,7 @@ class _Job:
                 self.rows.n_outputs,
                 max(s.n_examples for s in stores),
                 self.mode,
+                self.rates,
             )
             if alike
             else ()
@@ -283,6 +286,12 @@ class _Job:
             factor_bytes=(self.rows.factor_bytes, (self.cols or self.rows).factor_bytes),
             engine_copies=(engine.slab_copies, engine.tile_copies),
         )
+
+    @cached_property
+    def rates(self) -> Rates:
+        """What the choices of a plan are weighed with: measured where factors are multiplied on this host."""
+        factored = any(not leaf.dense for leaf in self.rows.leaves)
+        return measured_rates() if factored and self.engine_name == "blas" else Rates()
 
     def _engine(self) -> Engine:
         """An engine to plan with and to time, with what an item's may keep on an accelerator."""
@@ -396,6 +405,7 @@ class _Job:
             "rounded_to": engine.rounded_to,
             "sums": "float64",
             "device": engine.device,
+            "rates": self.rates.to_dict(),
             "expected_error": max(expected for expected, _ in errors),
             "worst_case": max(worst for _, worst in errors),
         }
@@ -458,6 +468,7 @@ class _Job:
             engine=kernel.engine,
             schedule=plan.schedule,
             expected_passes=plan.passes,
+            rates=kernel.numerics.get("rates", {}),
             complete=kernel.complete,
         )
         return kernel

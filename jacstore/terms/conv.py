@@ -143,6 +143,25 @@ class Conv(Factored):
     def patch_operands(self, operands: Operands) -> Operands:
         return {f"patches of {self.inputs}": self.patches(operands[self.inputs])}
 
+    def input_columns(self, operands: Operands) -> int | None:
+        return math.prod(self.window) * operands[self.inputs].shape[-1] if self.in_slabs else None
+
+    def some_inputs(self, operands: Operands, first: int, last: int) -> Any:
+        """Columns of patches, of which none but these are cut."""
+        term, images = self._unspread(), operands[self.inputs]
+        images = images if term is self else self.padded(images)
+        channels = images.shape[-1]
+        cut = np.zeros((*images.shape[:2], *self.positions, last - first), images.dtype)
+        for number, entry in enumerate(np.ndindex(*self.window)):
+            a, b = max(first, number * channels), min(last, (number + 1) * channels)
+            if a >= b:
+                continue
+            pairs = [term._met(axis, w, images.shape[axis + 2]) for axis, w in enumerate(entry)]
+            to, source = ((slice(None), slice(None), *(pair[end] for pair in pairs)) for end in (0, 1))
+            place = number * channels
+            cut[(*to, slice(a - first, b - first))] = images[(*source, slice(a - place, b - place))]
+        return cut.reshape(len(images), -1, last - first)
+
     # ---------------------------------------------------------------------------------------------- products of pairs
 
     def n_groups(self, cotangents: Any) -> int:
@@ -153,6 +172,11 @@ class Conv(Factored):
             a, b = (t._patch_group(side[t.inputs], group, xp) for t, side in ((self, left), (other, right)))
             return positions_first(a.transpose(1, 0, 2), b.transpose(1, 0, 2), xp)
         images, others = (t._image_group(side[t.inputs], group, xp) for t, side in ((self, left), (other, right)))
+        if xp is np:
+            # Nobody else holds the products of pixels, so that they are gone when one axis has been summed.
+            return self._unspread()._axis_by_axis(
+                images.shape[1:-1], positions_first(_pixels_first(images), _pixels_first(others), xp)
+            )
         pixels = positions_first(_pixels_first(images), _pixels_first(others), xp)
         return self._unspread()._over_window(images.shape[1:-1], pixels, xp)
 
@@ -211,6 +235,44 @@ class Conv(Factored):
                 total = total.at[places].add(pixels[pairs])
         return total.reshape(count, count, *rest)
 
+    def _axis_by_axis(self, shape: tuple[int, ...], pixels: np.ndarray) -> np.ndarray:
+        """As `_over_window`: a sum over a window is one along each of its axes after the other.
+
+        Numbers keep the order in which they stand in memory, so that runs of pairs of examples stay whole.
+        """
+        rest, axes = pixels.shape[2:], len(shape)
+        pixels = pixels.reshape(*shape, *shape, *rest)
+        for axis, positions in enumerate(self.positions):
+            places = (axis + 1, axis + 1 + axes)
+            size = [positions if place in places else length for place, length in enumerate(pixels.shape)]
+            total = np.empty_like(pixels, shape=size)
+            pairs = [self._met(axis, w, shape[axis + 1]) for w in range(self.window[axis])]
+            # The one that meets most of the pixels is copied, so that nothing need be added to zeros.
+            pairs.sort(key=lambda pair: pair[0].start - pair[0].stop)
+            for number, pair in enumerate(pairs):
+                to, source = (
+                    tuple(part if place in places else slice(None) for place in range(pixels.ndim)) for part in pair
+                )
+                if number:
+                    total[to] += pixels[source]
+                    continue
+                if pair[0] != slice(0, positions):
+                    total.fill(0)
+                total[to] = pixels[source]
+            pixels = total
+        count = shape[0] * math.prod(self.positions)
+        return pixels.reshape(count, count, *rest)
+
+    def _met(self, axis: int, w: int, size: int) -> tuple[slice, slice]:
+        """The positions at which place `w` of the window lies inside an image of this size, and the pixels there."""
+        stride, shift = self.strides[axis], w * self.dilation[axis] - self.padding[axis]
+        first = min(max(0, -(shift // stride)), self.positions[axis])
+        last = max(first, min(self.positions[axis], (size - 1 - shift) // stride + 1))
+        start = first * stride + shift
+        return slice(first, last), slice(
+            start, start + (last - first - 1) * stride + 1 if last > first else start, stride
+        )
+
     # ---------------------------------------------------------------------------------------------- costs and memory
 
     def by_patches(self, shape: tuple[int, ...]) -> bool:
@@ -232,7 +294,8 @@ class Conv(Factored):
         window = math.prod(self.window)
         if self.by_patches(shapes[self.inputs]):
             return 2 * t * s * window * channels
-        return 2 * math.prod(space) ** 2 * channels + elementwise * self.groups * t * s * window
+        # Sums over the window are formed along one axis after the other.
+        return 2 * math.prod(space) ** 2 * channels + elementwise * self.groups * t * s * sum(self.window)
 
     def own_flops(self, shapes: Shapes) -> int:
         t, width = shapes[self.cotangents][1:]

@@ -49,6 +49,13 @@ class Dot(Factored):
         order = (0, 2, 3, 1) if self.views else (0, 2, 1, 3)
         return block.unflatten(2, (k, width)).permute(*order).reshape(n, k, -1)
 
+    def input_columns(self, operands: Operands) -> int | None:
+        return None if self.inputs is None or operands[self.inputs].shape[1] > 1 else operands[self.inputs].shape[-1]
+
+    def some_inputs(self, operands: Operands, first: int, last: int) -> Any:
+        assert self.inputs is not None
+        return operands[self.inputs][:, 0, :, first:last]
+
     def inside(self, other: Self, left: Operands, right: Operands, group: int, xp: Any) -> Any:
         if self.inputs is None or other.inputs is None:
             return None

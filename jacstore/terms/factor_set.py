@@ -32,16 +32,21 @@ class FactorSet:
 
     def __init__(self, leaves: Sequence[Leaf], operands: Mapping[str, np.ndarray]) -> None:
         joined: dict[str, list[Factored]] = {}
+        summed: list[Factored] = []
         self.others: list[Leaf] = []
         for leaf in leaves:
             term = leaf.factored[0]
             if len(leaf.terms) == 1 and term.is_simple and operands[term.cotangents].shape[2:4] == (1, 1):
                 joined.setdefault(term.cotangents, []).append(term)
+            elif len(leaf.terms) == 1 and term.is_simple and term.source is None:
+                summed.append(term)
             else:
                 self.others.append(leaf)
         self.n_examples = len(next(iter(operands.values())))
         # (inputs (n, C), cotangents (n, K, D)) with all scales in the inputs
         self.simple = [(self._joined(terms, operands), _flat_outputs(operands[name])) for name, terms in joined.items()]
+        # Biases: their cotangents are summed over positions once, not for every block of pairs.
+        self.simple += [(self._joined([term], operands), _summed(operands[term.cotangents])) for term in summed]
         names = {name for leaf in self.others for name in leaf.operands}
         self.operands = {name: operands[name] for name in names}
         cotangents = {term.cotangents for leaf in leaves for term in leaf.factored}
@@ -74,7 +79,9 @@ class FactorSet:
         twice as many numbers.
         """
         if self.others:
-            return self.block_examples(numbers), self.block_examples(numbers)
+            # Products with sums over positions go in runs of the examples along.
+            side = self.block_examples(numbers // 4)
+            return side, max(1, numbers // (side * (self.n_outputs * self.positions) ** 2))
         side = self.block_examples(2 * numbers)
         return max(1, side // 2), 2 * side
 
@@ -124,6 +131,11 @@ class FactorSet:
 
 def _flat_outputs(cotangents: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(cotangents[:, :, 0, 0])
+
+
+def _summed(cotangents: np.ndarray) -> np.ndarray:
+    """Sums over positions of all groups, `(n, K, G * D)`."""
+    return cotangents.sum(3).reshape(*cotangents.shape[:2], -1)
 
 
 def _along(mode: Mode, d: Any, e: Any, matmul: Callable[[int, Any, Any], Any]) -> Any:

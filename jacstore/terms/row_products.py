@@ -122,13 +122,16 @@ def _pair(
             total = part if total is None else total + part
             continue
         key = (p.cotangents, q.cotangents, groups, group)
+        on_host = xp is np and inside.shape[:2] != (1, 1)
         if key not in across:
-            across[key] = positions_first(_rows(d[:, :, group]), _rows(e[:, :, group]), xp)
+            rows = _rows_by_output if on_host else _rows
+            across[key] = positions_first(rows(d[:, :, group]), rows(e[:, :, group]), xp)
         products_d = across[key]
         if products_d.shape[:2] == (1, 1):
             part = products_d[0, 0].reshape(n, d.shape[1], m, e.shape[1]) * inside[0, 0][:, None, :, None]
+        elif on_host:
+            part = _summed(products_d, inside, d.shape[1], e.shape[1])
         elif d.shape[1] == 1:
-            # Multiplied in place and summed over whole blocks of pairs: einsum would go number by number.
             inside *= products_d
             part = inside.reshape(-1, n, m).sum(0)[:, None, :, None]
         else:
@@ -156,6 +159,27 @@ def _rows(d: Any) -> Any:
     """Cotangents of one group `(n, K, T, D)` as `(T, n * K, D)`."""
     n, k, t, width = d.shape
     return d.transpose(2, 0, 1, 3).reshape(t, n * k, width)
+
+
+def _rows_by_output(d: np.ndarray) -> np.ndarray:
+    """Cotangents of one group `(n, K, T, D)` as `(T, K * n, D)`."""
+    n, k, t, width = d.shape
+    return d.transpose(2, 1, 0, 3).reshape(t, k * n, width)
+
+
+def _summed(along: np.ndarray, inside: np.ndarray, k: int, other_k: int) -> np.ndarray:
+    """Sums `(n, K, m, K)` over positions of products of cotangents `(T, S, K * n, K * m)` and inputs `(T, S, n, m)`.
+
+    One pair of outputs after the other, in runs of pairs of examples: NumPy would go number by number.
+    """
+    n, m = inside.shape[2:]
+    along = along.reshape(*along.shape[:2], k, n, other_k, m)
+    total = np.empty((n, k, m, other_k), inside.dtype)
+    for one in range(k):
+        for other in range(other_k):
+            # Over S, then over T: a long sum one by one would lose digits.
+            total[:, one, :, other] = np.einsum("tsnm,tsnm->tnm", along[:, :, one, :, other], inside).sum(0)
+    return total
 
 
 def _looked_up_pairs(p: Factored, q: Factored, left: Operands, right: Operands, xp: Any) -> Any:

@@ -247,6 +247,14 @@ class Factored:
         """The term `for_slabs` of some channels of its cotangents."""
         return self
 
+    def input_columns(self, operands: Operands) -> int | None:
+        """Columns of what its cotangents are multiplied with; None if rows can be cut into slabs by channels alone."""
+        return None
+
+    def some_inputs(self, operands: Operands, first: int, last: int) -> Any:
+        """Columns `first` to `last` of what its cotangents are multiplied with, `(n, T, last - first)`."""
+        raise NotImplementedError
+
     def patch_operands(self, operands: Operands) -> Operands:
         """What is worth cutting out of the inputs once, if rows are formed a few channels at a time."""
         return {}
@@ -437,6 +445,11 @@ def positions_first(a: Any, b: Any, xp: Any) -> Any:
     """Products `(T, S, n, m)` of `(T, n, C)` with `(S, m, C)`."""
     if len(a) == len(b) == 1:
         return xp.matmul(a[0], b[0].T)[None, None]
+    if xp is np:
+        # One large product, whose numbers stand as (T, n, S, m): BLAS is slow at many small ones.
+        (t, n, channels), (s, m, _) = a.shape, b.shape
+        found = np.matmul(a.reshape(t * n, channels), b.reshape(s * m, channels).T)
+        return found.reshape(t, n, s, m).transpose(0, 2, 1, 3)
     return xp.matmul(a[:, None], xp.swapaxes(b, -1, -2)[None])
 
 

@@ -128,6 +128,24 @@ def test_a_kernel_that_is_not_stored_answers_as_the_stored_one(tmp_path: Path) -
     assert (tmp_path / "lazy" / "mnist-all-outputs.png").stat().st_size > 20_000
 
 
+@pytest.mark.parametrize(("channels", "size"), [((3, 4, 6), 8), ((3, 64, 64), 4)])
+def test_bare_products_of_headline_are_those_of_the_cheapest_form_of_each_leaf(channels, size):
+    params = headline.cnn_params(channels=channels)
+    params["dense"]["weight"] = params["dense"]["weight"][: channels[-1] * (size // 4) ** 2]
+    images = np.ones((2, size, size, 3), np.float32)
+    task = jacstore.Problem(apply=headline.cnn, params=params, inputs=images, outputs="sum")
+    store = jacstore.build(task, None, layout="factored")
+    first, last = channels[1:]
+    found = sorted(headline.bare_shapes(store))
+    biases, head = [(1, first), (1, last)], [(1, last * (size // 4) ** 2), (1, 10)]
+    # Rows of a filter, or pairs of its positions.
+    second = [(1, 9 * first * last)] if size == 8 else [(4, first), (4, last)]
+    assert found == sorted([(1, 27 * first), *second, *biases, *head])
+    bare = headline.Bare(store, rows=8)
+    bare.measure()
+    assert len(bare.seconds) == 1 and min(bare.seconds[0]) >= 0
+
+
 @pytest.mark.slow
 def test_headline_reads_factors_once_and_agrees_with_plain_gradients(tmp_path):
     figures = headline.main(["--examples", "40", "--outputs", "all", "--memory", "2GB", "--out", str(tmp_path)])

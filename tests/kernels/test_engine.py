@@ -127,10 +127,10 @@ def test_columns_inside_a_slab_are_multiplied_alone(mode):
         assert error_of(engine.fetch(total), kept, kept, mode) <= 1e-14
 
 
-@pytest.mark.parametrize("syrk_rows", [13, 68, 10_000])
+@pytest.mark.parametrize("edge", [13, 68, 10_000])
 @pytest.mark.parametrize("mode", [Mode.FULL, Mode.TRACE, Mode.DIAGONAL])
-def test_a_diagonal_tile_is_symmetric_to_the_bit(mode, syrk_rows, limits):
-    limits(syrk_rows=syrk_rows)
+def test_a_diagonal_tile_is_symmetric_to_the_bit(mode, edge, limits):
+    limits(slab_block=(edge, edge))
     a, tile = random_rows(70, 2, 32), slice(2, 70)
     for engine in engines("float32"):
         found = streamed(engine, mode, a, a, [(0, 16), (16, 32)], tile, tile)
@@ -139,6 +139,20 @@ def test_a_diagonal_tile_is_symmetric_to_the_bit(mode, syrk_rows, limits):
         np.testing.assert_array_equal(symmetric, np.swapaxes(symmetric, -1, -2))
         np.testing.assert_array_equal(np.triu(symmetric), upper)
         assert error_of(symmetric, a[tile], a[tile], mode) <= LIMIT["float32"]
+
+
+def test_blocks_of_a_diagonal_tile_are_multiplied_once_and_their_mirrors_not_at_all(monkeypatch, limits):
+    limits(slab_block=(10, 10))
+    a, engine, shapes = random_rows(70, 1, 32), BlasEngine("float32"), []
+    buffers = jacstore.kernels.engines.blas._Buffers
+    multiply = buffers.matmul
+    monkeypatch.setattr(
+        buffers, "matmul", lambda *given: shapes.append((len(given[2]), given[3].shape[1])) or multiply(*given)
+    )
+    streamed(engine, "full", a, a, [(0, 32)])
+    assert shapes == [(10, 10)] * 28
+    streamed(engine, "full", a, a.copy(), [(0, 32)])
+    assert len(shapes) == 28 + 49
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (64, 64), (65, 65), (3, 130, 130), (2, 5, 5)])

@@ -20,11 +20,13 @@ from jacstore.base import limits
 from jacstore.base.modes import Mode
 from jacstore.base.schema import typed
 from jacstore.errors import InvalidRequestError
-from jacstore.kernels.plan.plan import GramPlan, Group
+from jacstore.kernels.plan.plan import GramPlan, Group, Step
+from jacstore.kernels.plan.rates import ELEMENTWISE, Rates, measured_rates
 from jacstore.kernels.plan.schedule import plan_gram
 from jacstore.kernels.plan.steps import plan_steps
 from jacstore.store import layout
 from jacstore.store.layout import Side, StorePlan, plan_store
+from jacstore.terms import Dot, Leaf, Operand
 
 GIB = 2**30
 quick = settings(max_examples=50, deadline=None, database=None, suppress_health_check=list(HealthCheck))
@@ -454,7 +456,7 @@ def test_operations_of_a_dense_layer_are_those_of_one_product_of_inputs_and_one_
     store = build(Problem(apply=apply_layer, params=LAYER, inputs=np.ones((6, 5), np.float32)), None, layout="factored")
     steps = plan_steps(store.leaves, store.operands, store.n_outputs, store.n_examples, Mode.FULL)
     # Not twice, although the bias has a leaf of its own.
-    assert sum(step.flops_pair for step in steps) == 2 * 5 + 2 * 3 * 3 * 3 + limits.LIMITS.elementwise_flops * 3 * 3
+    assert sum(step.flops_pair for step in steps) == 2 * 5 + 2 * 3 * 3 * 3 + ELEMENTWISE * 3 * 3
 
 
 LAYER = {"bias": np.ones(3, np.float32), "weight": np.ones((5, 3), np.float32)}
@@ -462,3 +464,53 @@ LAYER = {"bias": np.ones(3, np.float32), "weight": np.ones((5, 3), np.float32)}
 
 def apply_layer(params, x):
     return x @ params["weight"] + params["bias"]
+
+
+def test_rates_decide_how_leaves_are_contracted_and_not_how_operations_are_counted():
+    shapes = {"x": (1, 4, 5), "d": (1, 4, 6)}
+    operands = [
+        Operand(name=name, role=role, shape=shapes[name]) for name, role in (("x", "inputs"), ("d", "cotangents"))
+    ]
+    term = Dot(inputs="x", cotangents="d", scale=1.0, views=())
+    leaf = Leaf(path="w", shape=(5, 6), dtype="float32", offset=0, terms=(term,))
+    implicit, expanded = 2 * 16 * (5 + 6) + 16 * ELEMENTWISE, 2 * 30
+    for rates, chosen, flops in (
+        (Rates(), (0,), expanded),
+        (Rates(elementwise=1, expanding=64), (), implicit),
+        (Rates(elementwise=10**6, expanding=64), (0,), expanded),
+    ):
+        (step,) = plan_steps([leaf], operands, 1, 50, Mode.FULL, rates)
+        assert (step.expanded, step.flops_pair) == (chosen, flops)
+
+
+def test_rates_are_measured_once_and_are_powers_of_four():
+    found = measured_rates()
+    assert found is measured_rates()
+    assert all(4 ** round(math.log(rate, 4)) == rate for rate in found.to_dict().values())
+
+
+def test_no_memory_is_kept_for_patches_so_that_a_kernel_reads_no_more_for_them():
+    side = Side(n_examples=4096, unit_size=256, piece_columns=1, itemsize=4)
+    step = Step(
+        leaves=(0,),
+        expanded=(0,),
+        numbers=1000,
+        channel_columns=1000,
+        patch_numbers=20_000,
+        positions=1,
+        flops_pair=1,
+        flops_example=1,
+    )
+    plan = plan_gram(
+        mode=Mode.FULL,
+        rows=side,
+        cols=None,
+        n_outputs=1,
+        n_columns=0,
+        product_itemsize=4,
+        memory=2**30,
+        tile=256,
+        steps=(step,),
+        factor_bytes=(4000, 4000),
+    )
+    assert plan.passes == 1 and not plan.patches_kept

@@ -16,11 +16,15 @@ from jacstore import Problem
 from jacstore.base.modes import Mode
 from jacstore.base.schema import typed
 from jacstore.errors import InvalidRequestError
+from jacstore.kernels.plan.rates import Rates
 from jacstore.problem.problem import precision_context, prepare
 from jacstore.rows.device_pass import DevicePass
 from jacstore.rows.trace.cut import cut_before_products
-from jacstore.terms import Leaf, Operand
+from jacstore.terms import Conv, Leaf, Operand
+from jacstore.terms.expand_rows import expanded_slabs
+from jacstore.terms.factor_set import FactorSet
 from jacstore.terms.row_products import products
+from jacstore.terms.term import positions_first
 from support import terms_of, three
 
 
@@ -340,15 +344,18 @@ def test_narrow_types_hold_their_bounds(dtype, limit):
         assert np.linalg.norm(found - rows) <= limit * np.linalg.norm(rows)
 
 
-def test_an_expanded_convolution_gives_the_kernel_of_an_implicit_one(limits):
+def test_an_expanded_convolution_gives_the_kernel_of_an_implicit_one(monkeypatch):
     problem = tiny("conv 2-D with max-pool")
     rows = truth(problem)
     store = jacstore.build(problem, None, dtype="float64")
     kernels = []
     for weight in (0, 10**6):
-        limits(elementwise_flops=weight)
+        rates = Rates(elementwise=weight)
+        monkeypatch.setattr("jacstore.kernels.gram.measured_rates", lambda rates=rates: rates)
         kernel = assert_kernels(store, rows, 1e-12, tile=2)
         kernels.append([step.expanded for step in kernel.plan.steps])
+        # What decided is kept with the kernel and told.
+        assert kernel.report["rates"] == kernel.info()["numerics"]["rates"] == rates.to_dict()
     assert kernels[0] == [()] and 1 in kernels[1][0]
 
 
@@ -418,6 +425,57 @@ def test_products_of_terms_are_those_of_the_rows_that_they_stand_for(name):
         trace = np.einsum("ikjk->ij", full)
         np.testing.assert_allclose(products(leaf, left, right, Mode.TRACE)[:, 0, :, 0], trace, atol=4 * limit)
         np.testing.assert_allclose(products(leaf, left, right, Mode.DIAGONAL), np.einsum("ikjk->kij", full), atol=limit)
+
+
+@pytest.mark.parametrize("name", [name for name in NETWORKS if "conv" in name or name in ("attention", "tied weights")])
+def test_rows_in_slabs_of_any_width_are_the_rows(name, limits):
+    limits(expanded_bytes=1, slab_columns=1, expanded_channels=5)
+    store = jacstore.build(tiny(name), None, dtype="float64", layout="factored")
+    rows = store.array.compute(scheduler="synchronous").reshape(store.n_examples, store.n_outputs, -1)
+    for leaf in (leaf for leaf in store.leaves if leaf.operands and all(term.in_slabs for term in leaf.factored)):
+        held = {o: store.read_operand(o, 0, store.n_examples) for o in leaf.operands}
+        one = rows[..., leaf.offset : leaf.offset + leaf.size]
+        truth = np.einsum("ikp,jlp->ikjl", one, one)
+        for width in (1, 7, 10**6):
+            slabs = [slab for (slab,) in expanded_slabs(leaf, [held], width, patches_kept=False)]
+            assert sum(slab.shape[2] for slab in slabs) == leaf.size
+            found = sum(np.einsum("ikp,jlp->ikjl", slab, slab) for slab in slabs)
+            np.testing.assert_allclose(found, truth, atol=1e-12 * np.abs(truth).max())
+
+
+def test_patches_are_cut_once_however_many_slabs_there_are(monkeypatch, limits):
+    limits(slab_columns=1)
+    store = jacstore.build(tiny("conv 2-D with max-pool"), None, layout="factored")
+    leaf = next(leaf for leaf in store.leaves if leaf.terms[0].kind == "conv")
+    held = {o: store.read_operand(o, 0, store.n_examples) for o in leaf.operands}
+    cut, some_inputs = [], Conv.some_inputs
+
+    def counted(self, *given):
+        found = some_inputs(self, *given)
+        cut.append(found.size)
+        return found
+
+    monkeypatch.setattr(Conv, "some_inputs", counted)
+    slabs = list(expanded_slabs(leaf, [held], 48, patches_kept=False))
+    assert len(slabs) == leaf.size // 48
+    assert sum(cut) == store.n_examples * 4 * 4 * 9 * 8
+
+
+def test_products_of_biases_with_many_positions_are_those_of_their_sums():
+    store = jacstore.build(tiny("conv 2-D with max-pool"), None, layout="factored")
+    held = {o.name: store.read_operand(o.name, 0, 2) for o in store.operands}
+    factors = FactorSet(store.leaves, held)
+    assert [leaf.path for leaf in factors.others] == ["w"]
+    ((inputs, sums),) = factors.simple
+    assert inputs is None and sums.shape == (2, store.n_outputs, 16)
+
+
+def test_products_of_positions_are_one_large_product_whose_runs_of_examples_are_whole():
+    draw = np.random.default_rng(0)
+    a, b = draw.normal(size=(3, 5, 4)), draw.normal(size=(2, 7, 4))
+    found = positions_first(a, b, np)
+    np.testing.assert_allclose(found, np.einsum("tnc,smc->tsnm", a, b), rtol=1e-12, atol=1e-12)
+    assert found.transpose(0, 2, 1, 3).flags.c_contiguous
 
 
 def test_products_of_terms_are_those_of_numpy_and_jax_alike():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import platform
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -84,7 +85,6 @@ class BlasEngine:
 
     def __init__(self, precision: str, threads: int | None = None) -> None:
         self.slab_dtype = self.factor_dtype = np.dtype(precision)
-        self._scratch = np.empty(0, self.slab_dtype)
         self._threads = threads or machine.cores()
         self._pool = ThreadPoolExecutor(self._threads, "jacstore-product")
         self._buffers = _Buffers()
@@ -112,18 +112,35 @@ class BlasEngine:
         return total
 
     def _add_product(self, total: np.ndarray, left: np.ndarray, right: np.ndarray) -> None:
-        if self._scratch.size < total.size:
-            self._scratch = np.empty(total.size, self.slab_dtype)
         # NumPy calls syrk when both operands are one array, and then the result is symmetric to the bit.
         same = left.shape == right.shape and left.ctypes.data == right.ctypes.data
-        step = LIMITS.syrk_rows if same else max(1, len(left))
-        for a in range(0, len(left), step):
-            # The lower half of a tile on the diagonal is the mirror of the upper one.
-            first = a if same else 0
-            part = total[a : a + step, first:]
-            product = self._scratch[: part.size].reshape(part.shape)
-            np.matmul(left[a : a + step], right[first:].T, out=product)
-            np.add(part, product, out=part)
+        least, most = LIMITS.slab_block
+        edge = max(least, min(most, max(total.shape) // 6))
+        down, along = (-(-n // max(1, -(-n // edge))) for n in total.shape)
+        self._each_block(
+            [
+                (slice(i, i + down), slice(j, j + along))
+                for i in range(0, len(left), down)
+                # The lower half of a tile on the diagonal is the mirror of the upper one.
+                for j in range(i if same else 0, len(right), along)
+            ],
+            lambda i, j: np.add(total[i, j], self._buffers.matmul(0, left[i], right[j].T), out=total[i, j]),
+        )
+
+    def _each_block(self, blocks: list[tuple[slice, slice]], work: Callable[[slice, slice], Any]) -> None:
+        """Work on blocks of a tile, one for each core; a single one may use all threads of BLAS."""
+        if len(blocks) < 2:
+            for block in blocks:
+                work(*block)
+            return
+
+        def one(block: tuple[slice, slice]) -> None:
+            # As in an item; threads of a pool do not inherit it.
+            with np.errstate(over="ignore", invalid="ignore"):
+                work(*block)
+
+        with blas_threads(1):
+            all_done(self._pool, one, blocks)
 
     def load_factors(self, factors: FactorSet) -> FactorSet:
         return factors
@@ -146,23 +163,14 @@ class BlasEngine:
             for j in range(i if same else 0, n, along)
         ]
 
-        def one(job: tuple[slice, slice]) -> None:
-            i, j = job
+        def add(i: slice, j: slice) -> None:
             left = slice(rows.start + i.start, rows.start + i.stop)
             right = slice(cols.start + j.start, cols.start + j.stop)
             target = mode.view(total, i, j, a.n_outputs)
-            # As in an item; threads of a pool do not inherit it.
-            with np.errstate(over="ignore", invalid="ignore"):
-                for part in a.parts(mode, left, b, right, matmul=self._buffers.matmul):
-                    target += part
+            for part in a.parts(mode, left, b, right, matmul=self._buffers.matmul):
+                target += part
 
-        if len(jobs) < 2:
-            # All BLAS threads for a single job.
-            for job in jobs:
-                one(job)
-        else:
-            with blas_threads(1):
-                all_done(self._pool, one, jobs)
+        self._each_block(jobs, add)
         return total
 
     def fetch(self, total: np.ndarray) -> np.ndarray:

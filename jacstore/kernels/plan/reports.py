@@ -91,6 +91,7 @@ class GramReport(Reported):
     engine: str
     schedule: str
     expected_passes: float
+    rates: dict[str, int]
     complete: bool
 
 

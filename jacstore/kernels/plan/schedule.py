@@ -73,14 +73,14 @@ def plan_gram(
     io_bytes = _io_bytes(rows, cols, n_outputs)
     per_side = math.isqrt(MAX_FILES // len(leaf_borders or [0]))
     tiles = [tile] if tile else _tile_sizes(mode, rows, cols, n_outputs, per_side)
-    variants = [(True, False)] * resident + [(False, True)] * any(s.patch_numbers for s in steps) + [(False, False)]
+    # Patches are cut anew for the columns of each slab, once in all: memory for whole ones is in older plans alone.
     best: GramPlan | None = None
     needed = 0
     for size in tiles:
         # Many small tiles cost files and slow products: they are weighed only while nothing fits.
         if best is not None and (best.passes <= 1 or max(rows.tiles(size), cols.tiles(size)) > 40):
             break
-        for held, patches in variants:
+        for held in [True] * resident + [False]:
             sizes = Footprint(
                 mode=mode,
                 symmetric=symmetric,
@@ -94,7 +94,7 @@ def plan_gram(
                 io_bytes=io_bytes,
                 steps=steps,
                 resident=held,
-                patches_kept=patches,
+                patches_kept=False,
             )
             fits = _fits(sizes, share, min(piece, n_columns))
             found = [
@@ -108,7 +108,7 @@ def plan_gram(
                 # A smaller tile must save a tenth of the reading to be worth its slower products.
                 if best is None or plan.bytes_expected < 0.9 * best.bytes_expected:
                     best = plan
-            if best is not None and (best.resident or best.patches_kept):
+            if best is not None and best.resident:
                 break
             # The worst group of one tile: off the diagonal, with rows on both sides.
             n, m = rows.tiles(sizes.tile), cols.tiles(sizes.tile)

@@ -9,23 +9,35 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from jacstore.base.limits import LIMITS
 from jacstore.base.modes import Mode
 from jacstore.kernels.plan.plan import Step
+from jacstore.kernels.plan.rates import Rates
 from jacstore.terms.kinds import Leaf, Operand
 from jacstore.terms.row_products import inside_flops, own_rows_are_smaller
 
 
 def plan_steps(
-    leaves: Sequence[Leaf], operands: Sequence[Operand], n_outputs: int, n_examples: int, mode: Mode
+    leaves: Sequence[Leaf],
+    operands: Sequence[Operand],
+    n_outputs: int,
+    n_examples: int,
+    mode: Mode,
+    rates: Rates | None = None,
 ) -> tuple[Step, ...]:
-    """Steps over the factored leaves, in the order of their first leaves."""
+    """Steps over the factored leaves, in the order of their first leaves.
+
+    Each leaf is contracted in the way that takes less time at these rates; operations are counted at the usual ones.
+    """
+    chosen_by = rates or Rates()
     by_name = {operand.name: operand for operand in operands}
     steps = []
     for members, names in sharing(leaves):
-        costs = {n: _costs(leaves[n], by_name, n_outputs, mode) for n in members}
-        costs |= {n: (flops, *costs[n][1:]) for n, flops in _joined_costs(leaves, members, by_name).items()}
-        expanded = tuple(n for n in members if expanding_pays(costs[n], n_examples))
+        joined = _joined_costs(leaves, members, by_name)
+        costs, weighed = (
+            {n: _costs(leaves[n], by_name, n_outputs, mode, weights, joined.get(n)) for n in members}
+            for weights in (Rates(), chosen_by)
+        )
+        expanded = tuple(n for n in members if expanding_pays(weighed[n], n_examples))
         rows_flops = {n: costs[n][1] for n in expanded}
         positions = max(
             (
@@ -121,25 +133,31 @@ def _simple(leaf: Leaf, operands: dict[str, Operand]) -> bool:
     return len(leaf.terms) == 1 and leaf.factored[0].is_simple and _cotangents(leaf, operands)[:2] == (1, 1)
 
 
-def _costs(leaf: Leaf, operands: dict[str, Operand], n_outputs: int, mode: Mode) -> tuple[int, int, int]:
-    """Multiplications and additions: implicit for a pair of examples, expanded for a pair, expanding for an example."""
+def _costs(
+    leaf: Leaf, operands: dict[str, Operand], n_outputs: int, mode: Mode, rates: Rates, joined: int | None
+) -> tuple[int, int, int]:
+    """Multiplications and additions: implicit for a pair of examples, expanded for a pair, expanding for an example.
+
+    `joined` is the first of them where a leaf is multiplied beside an earlier one.
+    """
     outputs = mode.output_pairs(n_outputs)
     shapes = _shapes(leaf, operands)
     if any(term.formed for term in leaf.factored):
         rows = 2 * leaf.size * outputs
         example = sum(2 * shapes[term.cotangents][1] * term.most_numbers(leaf.size) for term in leaf.factored)
-        return (rows if mode.within_examples else 2**62), rows, example * n_outputs
+        return (rows if mode.within_examples else 2**62), rows, example * n_outputs * rates.expanding
     implicit = example = 0
     for p in leaf.factored:
         groups, t, width = shapes[p.cotangents]
-        example += 2 * t * leaf.size * n_outputs
+        example += 2 * t * leaf.size * n_outputs * rates.expanding
         for q in leaf.factored:
             s = shapes[q.cotangents][1]
-            inside = inside_flops(p, q, shapes, LIMITS.elementwise_flops)
+            inside = inside_flops(p, q, shapes, rates.elementwise)
             # A sum over positions is formed before anything is multiplied.
             pairs = t * s if inside is not None else 1
-            each = 2 * width + LIMITS.elementwise_flops
-            implicit += groups * pairs * outputs * each + (inside or 0)
+            by_number = rates.elementwise * groups * pairs * outputs
+            implicit += 2 * groups * pairs * width * outputs + by_number + (inside or 0)
+    implicit = implicit if joined is None else joined
     expandable = all(term.in_slabs for term in leaf.factored)
     if mode.within_examples or _simple(leaf, operands) or not expandable:
         return implicit, 2**62, example
