@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from jacstore.base.budget import BUILD, Budget
 from jacstore.base.precision import ROUNDOFF, compute_dtype
+from jacstore.base.threads import Pool
 from jacstore.errors import InvalidFunctionError
 from jacstore.problem.fingerprint import still_holds
 from jacstore.problem.probes import SHAKEN, SHAKES, shaken
@@ -95,7 +96,7 @@ class RowCheck:
             return known
         lowered, two_at_once = self._lowered(self._float64), self._two_at_once
         made = made if still_holds(backward) else Recent(1)
-        pool = ThreadPoolExecutor(1, "jacstore-check")
+        pool = Pool(1, "jacstore-check")
         begun = pool.submit(lambda: made.keep(key, (compiled_quickly(lowered), two_at_once))[0])
         pool.shutdown(wait=False)
         return begun
