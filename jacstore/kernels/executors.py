@@ -16,6 +16,7 @@ from distributed import Client, KilledWorker, LocalCluster, Nanny, wait
 
 from jacstore.base.events import ItemDone, Listener
 from jacstore.base.limits import LIMITS
+from jacstore.base.threads import settings_in_force, within_settings
 from jacstore.errors import InvalidRequestError, RunInterruptedError
 from jacstore.kernels.context import Work
 from jacstore.kernels.item import run_item
@@ -28,12 +29,13 @@ ITEMS_ALIVE = 2
 def on_threads(work: Work, todo: list[int], listener: Listener, stop: Callable[[], bool]) -> list[ItemResult]:
     """One item after the other, each on all cores: BLAS has the threads. Small items are written meanwhile."""
     abandoned, running = threading.Event(), threading.Semaphore(ITEMS_ALIVE)
+    run = within_settings(settings_in_force(), run_item)
 
     def one(number: int) -> ItemResult:
         with running:
             if stop() or abandoned.is_set():
                 raise RunInterruptedError("interrupted before an item")
-            result = run_item(work, number, listener, lambda: stop() or abandoned.is_set())
+            result = run(work, number, listener, lambda: stop() or abandoned.is_set())
         listener(ItemDone(item=number))
         return result
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +25,7 @@ from jacstore.base.devices import device_memory, on_accelerator, where_from
 from jacstore.base.limits import LIMITS
 from jacstore.base.machine import format_size
 from jacstore.base.options import parse_count
+from jacstore.base.threads import Pool
 from jacstore.errors import InvalidRequestError
 from jacstore.operators.parameter_columns import ParameterColumns
 from jacstore.operators.stored import real, real_number
@@ -283,7 +283,7 @@ class _Programs:
         """Ranges of examples with what programs take of them; the next is read meanwhile."""
         n = self.prepared.n_examples
         spans = [(a, min(a + size, n)) for a in range(0, n, size)]
-        with ThreadPoolExecutor(1, "jacstore-inputs") as pool:
+        with Pool(1, "jacstore-inputs") as pool:
             pending = pool.submit(self._batch, *spans[0], size)
             for index, span in enumerate(spans):
                 ready = pending.result()

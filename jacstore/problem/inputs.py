@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jacstore.base.machine import format_size
+from jacstore.base.threads import Pool, settings_in_force, within_settings
 from jacstore.errors import InvalidRequestError
 from jacstore.problem.pytrees import native, paths_and_leaves
 from jacstore.problem.user_errors import kind_of, reraise_user_error
@@ -201,6 +201,8 @@ class Dataset:
     @cached_property
     def first(self) -> tuple[list[tuple[str, np.ndarray]], Any]:
         """Item 0, whose structure, shapes and types all other items must share."""
+        # All others are read as this one was, whatever holds where they are read.
+        self._settings = settings_in_force()
         return self.item(0)
 
     def item(self, i: int) -> tuple[list[tuple[str, np.ndarray]], Any]:
@@ -235,8 +237,8 @@ class Dataset:
                     )
                 array[i - start] = other
 
-        with ThreadPoolExecutor(READ_THREADS) as pool:
-            for _ in pool.map(fill, range(start, stop)):
+        with Pool(READ_THREADS) as pool:
+            for _ in pool.map(within_settings(self._settings, fill), range(start, stop)):
                 pass
         return jax.tree_util.tree_unflatten(treedef, arrays)
 

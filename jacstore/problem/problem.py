@@ -207,6 +207,8 @@ def prepare(problem: Problem, *, float64: bool = False) -> Prepared:
     if problem.n_examples == 0:
         raise InvalidRequestError("inputs holds 0 examples; at least 1 is needed; change inputs=")
     wide_already = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
+    # A dataset's items come as the user's settings make them; what is computed in is decided below.
+    first = problem.read(0, 1)
     with precision_context(float64):
         parameters = split_parameters(problem.params, problem.select, float64)
 
@@ -214,7 +216,6 @@ def prepare(problem: Problem, *, float64: bool = False) -> Prepared:
             with precision_context(float64):
                 return jax.tree_util.tree_map(lambda leaf: computed(leaf, float64), problem.read(start, stop))
 
-        first = problem.read(0, 1)
         example = jax.tree_util.tree_map(lambda leaf: computed(leaf, float64)[0], first)
         all_outputs = flat_function(problem.apply, problem.batched, parameters)
 

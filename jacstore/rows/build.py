@@ -12,7 +12,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from jacstore.base.events import BatchDone, Listener, Started, silent
 from jacstore.base.limits import LIMITS
 from jacstore.base.machine import format_size
 from jacstore.base.precision import NORM_RUN, compute_dtype
+from jacstore.base.threads import Pool
 from jacstore.errors import InvalidRequestError, RunInterruptedError, SelectedStateWarning
 from jacstore.problem.parameters import state_among
 from jacstore.problem.problem import Prepared, Problem, prepare
@@ -327,7 +328,7 @@ class _Job:
             for start, last in missing
             for a in range(start, last, passes.batch_size)
         ]
-        inputs_pool, units_pool = ThreadPoolExecutor(1, "jacstore-input"), ThreadPoolExecutor(1, "jacstore-unit")
+        inputs_pool, units_pool = Pool(1, "jacstore-input"), Pool(1, "jacstore-unit")
         writing: list[Future[float]] = []
         stopped = False
         try:
@@ -519,9 +520,7 @@ def _smaller(batch_size: int, unit_size: int) -> str:
     return batch * (batch_size > 1) + unit * (unit_size > 1)
 
 
-def _ahead(
-    pool: ThreadPoolExecutor, read: Callable[[Any], Any], batches: list[Any], reads: int
-) -> Iterator[tuple[Any, Future[Any]]]:
+def _ahead(pool: Pool, read: Callable[[Any], Any], batches: list[Any], reads: int) -> Iterator[tuple[Any, Future[Any]]]:
     """Pairs of batch and the reading of its inputs, up to `reads` of them begun ahead."""
     waiting: deque[tuple[Any, Future[Any]]] = deque()
     for batch in batches:

@@ -7,9 +7,10 @@ with the cut program, and is compiled quickly rather than well, because it runs 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 from jacstore.base.budget import BUILD, Budget
 from jacstore.base.limits import LIMITS
 from jacstore.base.precision import ROUNDOFF, compute_dtype
+from jacstore.base.threads import Pool
 from jacstore.errors import InvalidFunctionError
 from jacstore.problem.fingerprint import still_holds
 from jacstore.problem.probes import SHAKEN, SHAKES, shaken
@@ -94,7 +96,7 @@ class RowCheck:
             return known
         lowered, two_at_once = self._lowered(self._float64), self._two_at_once
         made = made if still_holds(backward) else Recent(1)
-        pool = ThreadPoolExecutor(1, "jacstore-check")
+        pool = Pool(1, "jacstore-check")
         begun = pool.submit(lambda: made.keep(key, (compiled_quickly(lowered), two_at_once))[0])
         pool.shutdown(wait=False)
         return begun
@@ -162,7 +164,7 @@ class RowCheck:
         moved = np.zeros(len(still))
         for _ in range(SHAKES):
             found = self._gradients(program, example, cotangent, self._float64, self._shaken)
-            moved = np.maximum(moved, [np.linalg.norm(part - was) for part, was in zip(found, still, strict=True)])
+            moved = np.maximum(moved, [_norm(part - was) for part, was in zip(found, still, strict=True)])
         return [SHAKEN * float(by) for by in moved]
 
     def _shaken(self, tree: Any) -> Any:
@@ -231,17 +233,17 @@ class RowCheck:
 
         `moved` says how far each leaf may be off beside.
         """
-        worst, total = ("", 0.0), float(np.sqrt(sum(np.vdot(part, part) for part in truth)))
+        worst, total = ("", 0.0), math.hypot(*(norms := [_norm(part) for part in truth]))
         if not np.isfinite(total):
             return worst
         rows = blocks["rows"].weighted(at, cotangent) if "rows" in blocks else np.empty(0)
         more = [0.0] * len(truth) if moved is None else moved
-        for n, wanted, beside in zip(self._checked, truth, more, strict=True):
+        for n, wanted, norm, beside in zip(self._checked, truth, norms, more, strict=True):
             found, size = self._stored(self._leaves[n], at, cotangent, blocks, rows)
             # Sums that cancel keep the rounding of what they are summed from.
             rounding = ROUNDINGS * ROUNDOFF["float64" if self._float64 else "float32"] * size
-            difference = float(np.linalg.norm(found - wanted)) - rounding - beside
-            scale = float(np.linalg.norm(wanted)) + self._tolerance * total
+            difference = _norm(found - wanted) - rounding - beside
+            scale = norm + self._tolerance * total
             off = difference / scale if scale else (np.inf if difference > 0 else 0.0)
             if not off <= worst[1]:
                 worst = (self._leaves[n].path, off)
@@ -254,7 +256,7 @@ class RowCheck:
         """`uᵀ J` of one leaf `(size,)` from what will be stored, and the size of what it is summed from."""
         if leaf.dense:
             row = rows[leaf.dense.start : leaf.dense.start + leaf.size]
-            return row, float(np.linalg.norm(row))
+            return row, _norm(row)
         operands: dict[str, np.ndarray] = {}
         size = 0.0
         for term in leaf.factored:
@@ -268,8 +270,17 @@ class RowCheck:
                     held = held.astype(np.float64) if held.dtype.kind == "f" else held
                 operands[name] = held[None]
             floating = [name for name in term.operands if operands[name].dtype.kind == "f"]
-            size += term.summed_size({name: float(np.linalg.norm(operands[name])) for name in floating})
+            size += term.summed_size({name: _norm(operands[name]) for name in floating})
         return expand(leaf.terms, operands, leaf.size)[0, 0], size
+
+
+def _norm(values: np.ndarray) -> float:
+    """The norm of an array, its squares added without BLAS.
+
+    BLAS shares a sum of 10,000 squares among threads, and waits milliseconds for those that are busy.
+    """
+    flat = values.reshape(-1)
+    return float(np.sqrt(np.einsum("i,i->", flat, flat)))
 
 
 def _wide(tree: Any, float64: bool) -> Any:

@@ -6,12 +6,12 @@ import hashlib
 import random
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import numpy as np
 
+from jacstore.base.threads import Pool
 from jacstore.errors import JacstoreError, RequestMismatchError
 from jacstore.problem.inputs import examples_at_once
 from jacstore.rows.device_pass import BatchRows
@@ -33,7 +33,7 @@ class SpareBlocks:
 
     def __init__(self, writer: StoreWriter, count: int) -> None:
         self._new, self._spare = writer.new_blocks, list[dict[str, UnitBlock]]()
-        pool = ThreadPoolExecutor(1, "jacstore-touch")
+        pool = Pool(1, "jacstore-touch")
         self._touched = [pool.submit(writer.new_blocks) for _ in range(count)]
         pool.shutdown(wait=False)
 
