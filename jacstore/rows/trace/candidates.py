@@ -166,6 +166,28 @@ class Core:
         return Gain.behind(product, self.maps, self.constants) if self.maps else product
 
 
+def tidy(views: Views, first: int = 0) -> Views:
+    """Remove moves that change nothing: a run of reshapes or transposes becomes one, and the identity none.
+
+    The `first` ones are kept as they are.
+    """
+    moves: list[tuple[str, tuple[int, ...]]] = []
+    for kind, moved in views[first:]:
+        numbers = moved
+        if kind not in ("reshape", "transpose"):
+            moves.append((kind, numbers))
+            continue
+        if moves and moves[-1][0] == kind:
+            before = moves.pop()[1]
+            numbers = tuple(before[axis] for axis in numbers) if kind == "transpose" else numbers
+        if kind == "reshape" or numbers != tuple(range(len(numbers))):
+            moves.append((kind, numbers))
+    # The last reshape only gives the leaf's shape, and rows are flat.
+    while moves and moves[-1][0] == "reshape":
+        moves.pop()
+    return (*views[:first], *moves)
+
+
 def stacked(cores: Sequence[Core]) -> list[Core] | None:
     """Cores of single layers of stacked weights as cores whose groups are the layers; None if they are unlike."""
     first = cores[0]

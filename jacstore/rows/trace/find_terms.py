@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jacstore.rows.trace.backward import Backward
-from jacstore.rows.trace.candidates import MAX_MAP, Core, Made, added, pairable, stacked
+from jacstore.rows.trace.candidates import MAX_MAP, Core, Made, added, pairable, stacked, tidy
 from jacstore.rows.trace.gains import ConstantMaps
 from jacstore.rows.trace.weight_maps import EntryByEntry, Inseparable, ProductBlock, Side, WeightMap
 from jacstore.terms.kinds import Constant, Views
@@ -93,7 +93,7 @@ class _Product:
             inputs=operands[0],
             cotangents=operands[1],
             scale=scale,
-            views=_tidy(views),
+            views=tidy(views),
             geometry=self.geometry,
             slot=block.slot and block.slot[1:],
         )
@@ -214,7 +214,7 @@ class Finder:
         except Inseparable as error:
             raise _Stop(str(error)) from error
         core = product.core(self._made, scale, ())
-        core.maps = _tidy((("reshape", core.block_shape), *moves, *steps), first=1)
+        core.maps = tidy((("reshape", core.block_shape), *moves, *steps), first=1)
         core.constants = tuple(maps.constants)
         return core
 
@@ -577,25 +577,3 @@ def _is_zero(flat: Backward, var: Any) -> bool:
         return not np.any(np.asarray(var.val))
     eqn = flat.producer.get(var)
     return eqn is not None and eqn.primitive.name == "broadcast_in_dim" and _is_zero(flat, eqn.invars[0])
-
-
-def _tidy(views: Views, first: int = 0) -> Views:
-    """Remove moves that change nothing: a run of reshapes or transposes becomes one, and the identity none.
-
-    The `first` ones are kept as they are.
-    """
-    tidy: list[tuple[str, tuple[int, ...]]] = []
-    for kind, moved in views[first:]:
-        numbers = moved
-        if kind not in ("reshape", "transpose"):
-            tidy.append((kind, numbers))
-            continue
-        if tidy and tidy[-1][0] == kind:
-            before = tidy.pop()[1]
-            numbers = tuple(before[axis] for axis in numbers) if kind == "transpose" else numbers
-        if kind == "reshape" or numbers != tuple(range(len(numbers))):
-            tidy.append((kind, numbers))
-    # The last reshape only gives the leaf's shape, and rows are flat.
-    while tidy and tidy[-1][0] == "reshape":
-        tidy.pop()
-    return (*views[:first], *tidy)

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import lax
@@ -74,6 +74,27 @@ class Side:
         self.steps.append(("map", OperandMap(apply=apply, needs=needs, name=object() if name is None else name)))
 
 
+class ArrayMaps:
+    """Maps of operands that are arrays of JAX."""
+
+    @staticmethod
+    def repeated(value: Any, size: int, axis: int) -> Any:
+        """An axis of length 1 made as long as `size`."""
+        return jnp.repeat(value, size, axis)
+
+    @staticmethod
+    def scaled(value: Any, by: Any, order: Sequence[int], shape: Sequence[int], divide: bool) -> Any:
+        """A value times numbers whose axes, put in `order`, make `shape`."""
+        by = by.transpose(order).reshape(shape).astype(value.dtype)
+        return value / by if divide else value * by
+
+    @staticmethod
+    def multiplied(value: Any, matrix: Any, places: Sequence[int], axes: Sequence[int], dropped: Sequence[int]) -> Any:
+        """A value times a matrix: its axes `places` meet `axes` of the matrix without its axes `dropped`."""
+        matrix = matrix.astype(value.dtype)
+        return jnp.tensordot(value, matrix.squeeze(tuple(dropped)) if dropped else matrix, (places, axes))
+
+
 class ProductBlock:
     """A product of two operands whose axes are followed through linear maps.
 
@@ -86,7 +107,14 @@ class ProductBlock:
         has (an entry of a window, a row of a table) can be moved but not mapped.
     sizes
         Length of each axis by its key.
+
+    Attributes
+    ----------
+    arrays
+        How operands are mapped.
     """
+
+    arrays: ClassVar[Any] = ArrayMaps
 
     def __init__(self, inputs: Side, cotangents: Side, axes: Sequence[int | None], sizes: dict[int, int]) -> None:
         self.inputs, self.cotangents = inputs, cotangents
@@ -286,16 +314,15 @@ class ProductBlock:
         side = sides[0] if sides else self._last
         places, divide = [side.keys.index(key) for key in keys], what.params["divide"]
 
-        def scale(value: Any, by: Any) -> Any:
-            # `by` has the scaled axes in the weight's order; the operand may have them in another.
-            by = by.reshape([self.sizes[key] for key in keys]).transpose(
-                sorted(range(len(keys)), key=places.__getitem__)
-            )
-            shape = [size if place in places else 1 for place, size in enumerate(value.shape)]
-            by = by.reshape(shape).astype(value.dtype)
-            return value / by if divide else value * by
+        sizes = [self.sizes[key] for key in keys]
+        # The numbers have the scaled axes in the weight's order; the operand may have them in another.
+        order = sorted(range(len(keys)), key=places.__getitem__)
 
-        side.apply(scale, what.needs)
+        def scale(value: Any, by: Any) -> Any:
+            shape = [size if place in places else 1 for place, size in enumerate(value.shape)]
+            return self.arrays.scaled(value, by.reshape(sizes), order, shape, divide)
+
+        side.apply(scale, what.needs, ("scale", *places, *sizes, divide))
         self._last = side
 
     def _matmul(self, what: WeightMap) -> None:
@@ -313,13 +340,12 @@ class ProductBlock:
         kept = [other for other, key in zip(others, keys, strict=True) if key is not None]
         dropped = tuple(other for other, key in zip(others, keys, strict=True) if key is None)
 
-        def multiply(value: Any, matrix: Any) -> Any:
-            matrix = matrix.astype(value.dtype)
-            narrow = matrix.squeeze(dropped) if dropped else matrix
-            renumbered = [other - sum(gone < other for gone in dropped) for other in kept]
-            return jnp.tensordot(value, narrow, (places, renumbered))
+        renumbered = [other - sum(gone < other for gone in dropped) for other in kept]
 
-        side.apply(multiply, what.needs)
+        def multiply(value: Any, matrix: Any) -> Any:
+            return self.arrays.multiplied(value, matrix, places, renumbered, dropped)
+
+        side.apply(multiply, what.needs, ("matmul", *places, *renumbered, dropped))
         fresh = [next(self._fresh) for _ in sizes]
         self.sizes.update(zip(fresh, sizes, strict=True))
         side.keys = [*(key for place, key in enumerate(side.keys) if place not in places), *fresh]
@@ -338,7 +364,9 @@ class ProductBlock:
         self.axes = axes
         for axis, size in enumerate(shape):
             if self.axes[axis] is None and size > 1:
-                self._along(axis, lambda value, at, size=size: jnp.repeat(value, size, at), size, name=("repeat", size))
+                self._along(
+                    axis, lambda value, at, n=size: self.arrays.repeated(value, n, at), size, name=("repeat", size)
+                )
 
     def _scatter(self, what: WeightMap) -> None:
         """Add entries along one axis to those of a longer or permuted one, at indices that no example changes."""
