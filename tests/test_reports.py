@@ -112,6 +112,8 @@ OF_JSON = {
     "rows.torch.network.requested",
     "store.requests.request_of",
     "cli.terminal.to_dict",
+    # settings of JAX by their names
+    "base.threads.settings_in_force",
 }
 PROMISED = {
     *(f"store.reader.JacobianStore.{name}" for name in ("report", "info", "numerics", "rounding")),
