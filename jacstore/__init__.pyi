@@ -1,5 +1,7 @@
 # What the package offers, for type checkers and editors; __init__.py has the same names for Python.
+from jacstore import equinox as equinox
 from jacstore import errors as errors
+from jacstore import flax as flax
 from jacstore import terms as terms
 from jacstore import testing as testing
 from jacstore import torch as torch

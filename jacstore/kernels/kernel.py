@@ -221,6 +221,35 @@ class Kernel:
         n, m, k = self.plan.rows.n_examples, self.plan.cols.n_examples, self.plan.n_outputs
         return self.array.reshape(n, k, m, k).transpose(0, 2, 1, 3)
 
+    def to_xarray(self) -> Any:
+        """The whole kernel as a lazy `xarray.DataArray` that knows the example and the output of every row and column.
+
+        Returns
+        -------
+        xarray.DataArray
+            Dimensions by mode: full `(row, column)` with the coordinates `example`, `output`, `other_example` and
+            `other_output` along them; trace `(example, other_example)`; diagonal `(output, example, other_example)`;
+            blocks `(example, output, other_output)`. Attributes say the mode, the path and the stores.
+
+        Raises
+        ------
+        ModuleNotFoundError
+            If xarray is not installed.
+        IncompleteError
+            If tiles are missing.
+        """
+        try:
+            import xarray
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"Kernel.to_xarray needs xarray ({error}): pip install 'jacstore[xarray]'"
+            ) from error
+        plan, attributes = self.plan, {"mode": self.mode, "path": self.path, "stores": self.store_paths}
+        coordinates = plan.mode.coordinates(plan.rows.n_examples, plan.cols.n_examples, plan.n_outputs)
+        return xarray.DataArray(
+            self.array, coordinates, plan.mode.dimensions, name=WHOLE, attrs={"long_name": "J Jᵀ", **attributes}
+        )
+
     @property
     def store_paths(self) -> list[str]:
         """Where the stores should be, seen from here; a kernel knows them by their place beside it."""
