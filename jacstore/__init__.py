@@ -52,6 +52,7 @@ _PUBLIC = {
     "inference.kernel_factor": ("KernelFactor",),
     "store.reader": ("JacobianStore",),
     "problem.loading": ("load_target",),
+    "reporting.page": ("report",),
     "verification.verify": ("verify",),
     "inference.weighted_kernels": ("weighted", "with_precisions"),
     "store.writer": ("StoreWriter",),

@@ -51,6 +51,7 @@ from jacstore.operators.ggn_matrix import ggn as ggn
 from jacstore.operators.stored import operator as operator
 from jacstore.problem.loading import load_target as load_target
 from jacstore.problem.problem import Problem as Problem
+from jacstore.reporting.page import report as report
 from jacstore.rows.build import build as build
 from jacstore.store.reader import JacobianStore as JacobianStore
 from jacstore.store.writer import StoreWriter as StoreWriter

@@ -29,7 +29,7 @@ NEED_JAX = {
 }
 WITHOUT_JAX = [
     found.name
-    for room in ("base", "terms", "storage", "store", "kernels", "operators", "inference", "verification")
+    for room in ("base", "terms", "storage", "store", "kernels", "operators", "inference", "verification", "reporting")
     for found in pkgutil.walk_packages([str(PACKAGE / room)], f"jacstore.{room}.")
     if found.name not in NEED_JAX and not found.ispkg
 ]

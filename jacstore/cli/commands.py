@@ -186,6 +186,34 @@ def verify(
 
 
 @main.command()
+@click.argument("path")
+@click.option("--out", required=True, metavar="FILE", help="The .html file to write.")
+@click.option("--labels", metavar="FILE", help="A .npy file of integers (N,) that order the examples of the heat map.")
+@click.option(
+    "--store",
+    multiple=True,
+    metavar="STORE",
+    help="The kernel's store, if it was moved; twice for a rectangular kernel.",
+)
+@click.option("--verify", is_flag=True, help="Verify first; else the page shows what the last verify found.")
+@click.option("--memory", metavar="SIZE", help="For --verify, such as 8GB. [default: half of what is available]")
+@common
+def report(shared: Shared, path: str, out: str, store: tuple[str, ...], **options: Any) -> None:
+    """Write one page about a store or kernel, to open in a browser without a network.
+
+    It shows sizes by leaf, the spectrum with effective dimensions, a heat map, norms and outliers, precision, checks,
+    and what past runs took.
+    """
+
+    def work(lines: Lines, stop: Stop) -> dict[str, Any]:
+        import jacstore
+
+        return jacstore.report(path, out, store=list(store) or None, **options)
+
+    run(work, text.report, shared, at_once=ANEW)
+
+
+@main.command()
 @click.argument("kernel")
 @click.argument("cross")
 @click.option("--labels", required=True, metavar="FILE", help="A .npy file of integer classes (N,) or targets (N, K).")

@@ -210,6 +210,10 @@ def info(r: StoreInfo | KernelInfo) -> str:
     )
 
 
+def report(r: dict[str, Any]) -> str:
+    return f"{r['page']}: {format_size(r['bytes'])} about the {r['kind']} {r['path']}: {', '.join(r['sections'])}"
+
+
 def clean(r: dict[str, Any]) -> str:
     if not r["removed"]:
         return f"{r['kernel']}: nothing is kept beside it"

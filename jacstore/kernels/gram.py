@@ -51,6 +51,7 @@ from jacstore.storage.checkpoints import CHECKPOINT_SHARE, CHECKPOINT_SPEED
 from jacstore.storage.files import Files, Folder, refuse_address
 from jacstore.storage.kept_arrays import FACTORS
 from jacstore.storage.ledger import Lock, compare_requested
+from jacstore.storage.runs import keep_run
 from jacstore.store.reader import JacobianStore, open_store, operand_array
 
 KNOWN = (WHOLE, LEAVES, FACTORS, "partials", "checkpoints")
@@ -460,6 +461,8 @@ class _Job:
             expected_passes=plan.passes,
             complete=kernel.complete,
         )
+        if todo or tiles_computed:
+            keep_run(kernel.ledger, "gram", {**kernel.report, "memory": self.memory})
         return kernel
 
     def _repair(
