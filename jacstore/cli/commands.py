@@ -124,6 +124,35 @@ def info(shared: Shared, path: str) -> None:
     run(work, text.info, shared, judge=text.damaged_records)
 
 
+@main.command(name="ls")
+@click.argument("folder", default=".")
+@common
+def list_(shared: Shared, folder: str) -> None:
+    """List the stores and kernels in FOLDER with their sizes and whether they are complete."""
+
+    def work(lines: Lines, stop: Stop) -> dict[str, Any]:
+        from jacstore.reporting.listing import list_folder
+
+        return {"folder": folder, "found": [one.to_dict() for one in list_folder(folder)]}
+
+    run(work, text.listing, shared)
+
+
+@main.command()
+@click.argument("first")
+@click.argument("second")
+@common
+def diff(shared: Shared, first: str, second: str) -> None:
+    """Show what two stores, or two kernels, were asked for differently."""
+
+    def work(lines: Lines, stop: Stop) -> dict[str, Any]:
+        from jacstore.reporting.listing import compare
+
+        return compare(first, second)
+
+    run(work, text.differences, shared)
+
+
 @main.command()
 @click.argument("kernel")
 @common
