@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from jacstore.cli import text
+from jacstore.cli.config import configured
 from jacstore.cli.flags import flags_of
 from jacstore.cli.terminal import Lines, OneLineErrors, Shared, Stop, Words, common, interruptible, run, with_warnings
 from jacstore.kernels.plan.options import GramOptions
@@ -47,8 +48,9 @@ def _keeping(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--out", required=True, metavar="STORE", help="Folder of the store.")
 @flags_of(BuildOptions)
 @_planned
+@configured
 @common
-def build(shared: Shared, target: str, out: str, dry_run: bool, **options: Any) -> None:
+def build(shared: Shared, target: str, out: str, dry_run: bool, config: dict[str, Any] | None, **options: Any) -> None:
     """Compute the Jacobian rows of TARGET and store them.
 
     TARGET is path/to/file.py:name or package.module:name, a Problem or a function returning one; name defaults to
@@ -62,10 +64,11 @@ def build(shared: Shared, target: str, out: str, dry_run: bool, **options: Any) 
 
         problem = _loaded(target, stop)
         if isinstance(problem, TorchProblem):
-            return _build_torch(problem, out, dry_run, listener=lines, stop=stop, **options)
+            return _keep(config, _build_torch(problem, out, dry_run, listener=lines, stop=stop, **options)).built
         if dry_run:
             return plan_build(problem, out, **options)
-        return with_warnings(lambda: jacstore.build(problem, out, listener=lines, stop=stop, **options).built)
+        store = with_warnings(lambda: jacstore.build(problem, out, listener=lines, stop=stop, **options))
+        return _keep(config, store).built
 
     run(work, text.plan_build if dry_run else text.build, shared)
 
@@ -84,7 +87,16 @@ def _build_torch(problem: Any, out: str, dry_run: bool, **options: Any) -> Any:
 
     if dry_run:
         raise InvalidRequestError("--dry-run: not allowed where TARGET is a TorchProblem; leave it out")
-    return with_warnings(lambda: torch.build(problem, out=out, **options).built)
+    return with_warnings(lambda: torch.build(problem, out=out, **options))
+
+
+def _keep(config: dict[str, Any] | None, result: Any) -> Any:
+    """Keep with a store or kernel what a file of settings asked for; returns it."""
+    from jacstore.storage.runs import keep_config
+
+    if config is not None:
+        keep_config(result.ledger, config)
+    return result
 
 
 @main.command()
@@ -93,8 +105,17 @@ def _build_torch(problem: Any, out: str, dry_run: bool, **options: Any) -> Any:
 @click.option("--out", required=True, metavar="KERNEL", help="Folder of the kernel.")
 @flags_of(GramOptions)
 @_planned
+@configured
 @common
-def gram(shared: Shared, store: str, other: str | None, out: str, dry_run: bool, **options: Any) -> None:
+def gram(
+    shared: Shared,
+    store: str,
+    other: str | None,
+    out: str,
+    dry_run: bool,
+    config: dict[str, Any] | None,
+    **options: Any,
+) -> None:
     """Assemble the kernel J Jᵀ of STORE, or the rectangular kernel between STORE and OTHER."""
 
     def work(lines: Lines, stop: Stop) -> Any:
@@ -102,7 +123,7 @@ def gram(shared: Shared, store: str, other: str | None, out: str, dry_run: bool,
 
         if dry_run:
             return assembly.plan_for(store, other, out, **options)
-        return assembly.gram(store, other, out, listener=lines, stop=stop, **options).assembled
+        return _keep(config, assembly.gram(store, other, out, listener=lines, stop=stop, **options)).assembled
 
     run(work, text.plan_gram if dry_run else text.gram, shared)
 

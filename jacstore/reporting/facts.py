@@ -17,7 +17,7 @@ import numpy as np
 from jacstore.base.modes import Mode
 from jacstore.errors import InvalidRequestError, JacstoreError
 from jacstore.kernels.kernel import Kernel
-from jacstore.storage.runs import kept_runs
+from jacstore.storage.runs import kept_config, kept_runs
 from jacstore.store.reader import JacobianStore, open_store
 
 # Rows of the largest matrix whose eigenvalues are computed: a second or two.
@@ -72,6 +72,8 @@ class Facts:
         Of the examples `(N,)`, where given.
     runs
         Reports of past runs, the oldest first.
+    config
+        What a file of settings asked for.
     missing
         Why something is not shown.
     """
@@ -83,6 +85,7 @@ class Facts:
     sample: Sample | None
     labels: np.ndarray | None
     runs: list[dict[str, Any]]
+    config: dict[str, Any] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
 
 
@@ -117,6 +120,7 @@ def read_facts(found: JacobianStore | Kernel, labels: np.ndarray | None, stores:
         sample=sample,
         labels=_checked(labels, found),
         runs=sorted(runs, key=lambda run: run["ended"]),
+        config=kept_config(found.ledger),
         missing=missing,
     )
 

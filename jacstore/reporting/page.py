@@ -218,7 +218,7 @@ def _sections(facts: Facts, checked: dict[str, Any] | None) -> list[tuple[str, s
         parts.append(("Runs", _runs(facts.runs), True))
     if facts.missing:
         parts.append(("Not shown", "".join(f"<p>{escape(one)}</p>" for one in facts.missing), True))
-    parts.append(("What was asked for", _request(facts.summary), True))
+    parts.append(("What was asked for", _request(facts), True))
     return parts
 
 
@@ -486,12 +486,15 @@ def _runs(runs: list[dict[str, Any]]) -> str:
     )
 
 
-def _request(summary: StoreInfo | KernelInfo) -> str:
+def _request(facts: Facts) -> str:
+    summary = facts.summary
+
     def said(value: Any) -> str:
         words = ", ".join(f"{key}: {one}" for key, one in value.items()) if isinstance(value, dict) else str(value)
         return words if len(words) <= 300 else words[:299] + "…"
 
     rows = [(escape(key), f"<code>{escape(said(value))}</code>") for key, value in summary.fingerprint.items()]
+    rows += [(f"--config: {escape(key)}", f"<code>{escape(said(one))}</code>") for key, one in facts.config.items()]
     rows += [(f"version of {escape(key)}", f"<code>{escape(value)}</code>") for key, value in summary.versions.items()]
     return (
         f"<details><summary>The request, by which a rerun is compared, and versions</summary>{_table(rows)}</details>"

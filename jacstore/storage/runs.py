@@ -11,7 +11,7 @@ from jacstore.errors import DamagedDataError, InvalidRequestError
 from jacstore.storage.files import Folder
 from jacstore.storage.ledger import Ledger, readable
 
-KIND = "run"
+KIND, CONFIG = "run", "config"
 # Older ones are removed, so that a folder that is verified every night does not fill up.
 MOST_KEPT = 20
 
@@ -27,6 +27,19 @@ def keep_run(ledger: Ledger, command: str, facts: Mapping[str, Any]) -> None:
         ledger.record(KIND, time.time_ns() // 1000, {"command": command, **facts})
         for number in ledger.done(KIND)[:-MOST_KEPT]:
             ledger.forget(KIND, number)
+
+
+def keep_config(ledger: Ledger, settings: Mapping[str, Any]) -> None:
+    """Keep what a file of settings asked for, in place of that of an earlier run; never worth failing for."""
+    if isinstance(ledger.files, Folder):
+        with contextlib.suppress(OSError, ValueError, InvalidRequestError, DamagedDataError):
+            ledger.record(CONFIG, 0, settings)
+
+
+def kept_config(ledger: Ledger) -> dict[str, Any]:
+    """What the last file of settings asked for; empty if there was none."""
+    found, _ = readable(lambda number: ledger.read(CONFIG, number), ledger.done(CONFIG)[:1])
+    return found[0] if found else {}
 
 
 def kept_runs(ledger: Ledger) -> list[dict[str, Any]]:
