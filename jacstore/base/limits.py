@@ -87,6 +87,8 @@ class Limits:
     checkpoint_share: float = 0.05
     # Assumed speed of writing the first checkpoint, in bytes per second, until one has been timed.
     checkpoint_speed: float = 3e8
+    # Rows of a kernel that a report reads for its spectrum.
+    report_rows: int = 2_000
     # Between two lines of progress where there is no terminal.
     progress_seconds: float = 5.0
 

@@ -14,10 +14,12 @@ from jacstore.store.reports import LeafFacts, StoreInfo
 
 if TYPE_CHECKING:
     from jacstore.inference.factorize import SpectrumReport
+    from jacstore.reporting.listing import Comparison, Listing
+    from jacstore.reporting.page import PageReport
     from jacstore.storage.kept_arrays import KeptFactorization
     from jacstore.verification.report import Report
 
-PATHS_SHOWN = 5
+PATHS_SHOWN, VALUE_SHOWN = 5, 60
 
 
 def _rows(r: StoreInfo | BuildReport | BuildForecast) -> str:
@@ -210,6 +212,49 @@ def info(r: StoreInfo | KernelInfo) -> str:
             *(f"kept beside it: {_kept(kept)}" for kept in r.kept),
         ]
     )
+
+
+def listing(r: Listing) -> str:
+    """A line for each, in columns as wide as their widest entry; the state, which may be long, comes last."""
+    rows = [
+        (
+            one.path,
+            one.kind or "?",
+            " x ".join(f"{n:,}" for n in one.shape),
+            one.detail,
+            format_size(one.bytes_stored) if one.kind else "",
+            one.state,
+        )
+        for one in r.found
+    ]
+    if not rows:
+        return f"{r.folder}: no stores and no kernels"
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    return "\n".join(
+        "  ".join([*(f"{cell:{width}}" for cell, width in zip(row[:5], widths, strict=True)), row[5]]) for row in rows
+    )
+
+
+def differences(r: Comparison) -> str:
+    if r.same:
+        return f"{r.first} and {r.second}: asked for the same"
+    said = [(one.field, *(_value(getattr(one, side)) for side in ("first", "second"))) for one in r.differences]
+    width = max(len(field) for field, _, _ in said)
+    return "\n".join(
+        [
+            f"{r.kind}s {r.first} and {r.second} differ in what was asked for",
+            *(f"  {field:{width}}  {before} -> {now}" for field, before, now in said),
+        ]
+    )
+
+
+def _value(given: Any) -> str:
+    words = "not given" if given is None else str(given)
+    return words if len(words) <= VALUE_SHOWN else words[: VALUE_SHOWN - 1] + "…"
+
+
+def report(r: PageReport) -> str:
+    return f"{r.page}: {format_size(r.bytes)} about the {r.kind} {r.path}: {', '.join(r.sections)}"
 
 
 def clean(r: CleanReport) -> str:

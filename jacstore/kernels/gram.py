@@ -53,6 +53,7 @@ from jacstore.storage import zarr_group
 from jacstore.storage.files import Files, Folder, refuse_address
 from jacstore.storage.kept_arrays import FACTORS
 from jacstore.storage.ledger import Lock, compare_requested
+from jacstore.storage.runs import keep_run
 from jacstore.store.arrays import operand_array
 from jacstore.store.reader import JacobianStore, open_store
 
@@ -471,6 +472,8 @@ class _Job:
             rates=kernel.numerics.get("rates", {}),
             complete=kernel.complete,
         )
+        if todo or tiles_computed:
+            keep_run(kernel.ledger, "gram", {**kernel.report, "memory": self.memory})
         return kernel
 
     def _repair(

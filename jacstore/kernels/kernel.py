@@ -14,7 +14,7 @@ import numpy as np
 from jacstore.base.schema import Open, Reported, short_hash, typed
 from jacstore.errors import DamagedDataError, IncompleteError, InvalidRequestError
 from jacstore.kernels.metadata import KernelAttributes, check_kernel
-from jacstore.kernels.plan.arrays import layouts
+from jacstore.kernels.plan.arrays import WHOLE, layouts
 from jacstore.kernels.plan.reports import KernelInfo
 from jacstore.storage import zarr_group
 from jacstore.storage.chunks import ArrayLayout, FileEncoder, FileRecord, check_file, decode, page_aligned, raw
@@ -186,6 +186,35 @@ class Kernel:
             )
         n, m, k = self.plan.rows.n_examples, self.plan.cols.n_examples, self.plan.n_outputs
         return self.array.reshape(n, k, m, k).transpose(0, 2, 1, 3)
+
+    def to_xarray(self) -> Any:
+        """The whole kernel as a lazy `xarray.DataArray` that knows the example and the output of every row and column.
+
+        Returns
+        -------
+        xarray.DataArray
+            Dimensions by mode: full `(row, column)` with the coordinates `example`, `output`, `other_example` and
+            `other_output` along them; trace `(example, other_example)`; diagonal `(output, example, other_example)`;
+            blocks `(example, output, other_output)`. Attributes say the mode, the path and the stores.
+
+        Raises
+        ------
+        ModuleNotFoundError
+            If xarray is not installed.
+        IncompleteError
+            If tiles are missing.
+        """
+        try:
+            import xarray
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"Kernel.to_xarray needs xarray ({error}): pip install 'jacstore[xarray]'"
+            ) from error
+        plan, attributes = self.plan, {"mode": self.mode, "path": self.path, "stores": self.store_paths}
+        coordinates = plan.mode.coordinates(plan.rows.n_examples, plan.cols.n_examples, plan.n_outputs)
+        return xarray.DataArray(
+            self.array, coordinates, plan.mode.dimensions, name=WHOLE, attrs={"long_name": "J Jᵀ", **attributes}
+        )
 
     @property
     def store_paths(self) -> list[str]:

@@ -40,6 +40,7 @@ from jacstore.rows.trace.cut import CutBackward, cut_before_products, cut_with_r
 from jacstore.rows.unit import SpareBlocks, Unit, refuse_other_inputs
 from jacstore.storage import zarr_group
 from jacstore.storage.files import Folder, Memory, refuse_address
+from jacstore.storage.runs import keep_run
 from jacstore.store.arrays import factor_bytes
 from jacstore.store.codec_choice import fastest_codec, measured_disk_speed
 from jacstore.store.layout import StorePlan, plan_store
@@ -161,6 +162,8 @@ def build(
         batch_size=job.device_pass.batch_size if job.device_pass else None,
         batches_by_device=job.device_pass.batches if job.device_pass else [],
     )
+    if store.built.units_computed:
+        keep_run(store.ledger, "build", {**store.report, "memory": job.memory})
     return store
 
 

@@ -23,6 +23,7 @@ from jacstore.kernels.kernel import Kernel
 from jacstore.problem.loading import load_target
 from jacstore.problem.problem import Problem
 from jacstore.problem.torch_problem import TorchProblem
+from jacstore.storage.runs import keep_run
 from jacstore.store.reader import JacobianStore, open_store
 from jacstore.verification.kernel_checks import KernelChecks
 from jacstore.verification.report import FAILED, OK, Check, Report, Tally, skipped
@@ -88,13 +89,15 @@ def verify(
                 "--target: a kernel is verified by its store (--store, store=); verify the store by --target"
             )
         checks, marked = _verify_kernel(found, store, samples, full, budget, draw)
-    return Report(
+    report = Report(
         path=found.path,
         kind="store" if isinstance(found, JacobianStore) else "kernel",
         checks=tuple(checks),
         to_recompute=tuple(marked),
         seconds_total=time.perf_counter() - started,
     )
+    keep_run(found.ledger, "verify", report.to_dict())
+    return report
 
 
 def _afresh(given: JacobianStore | Kernel | str | Path) -> JacobianStore | Kernel:

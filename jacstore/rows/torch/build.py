@@ -39,6 +39,7 @@ from jacstore.rows.torch.network import Network, close, host, mapped, path_of, r
 from jacstore.rows.unit import SpareBlocks, Unit, refuse_other_inputs
 from jacstore.storage import zarr_group
 from jacstore.storage.files import Folder, Memory
+from jacstore.storage.runs import keep_run
 from jacstore.store.codec_choice import fastest_codec, measured_disk_speed
 from jacstore.store.reader import JacobianStore
 from jacstore.store.writer import StoreWriter
@@ -170,6 +171,8 @@ class _Job:
             batches_by_device=[],
             vmap=passes.mapped,
         )
+        if store.built.units_computed:
+            keep_run(store.ledger, "build", {**store.report, "memory": self.options.memory})
         return store
 
     def _writer(self, passes: TorchPass, listener: Listener, stop: Callable[[], bool]) -> StoreWriter:
