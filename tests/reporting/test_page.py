@@ -188,7 +188,7 @@ def test_only_the_last_runs_are_kept_and_damaged_ones_are_left_out(folder, tmp_p
     damaged = next((tmp_path / "run.jac" / "ledger").glob("run-*.json"))
     damaged.write_bytes(b"{")
     assert len(kept_runs(store.ledger)) == MOST_KEPT - 1
-    assert jacstore.report(store, tmp_path / "page.html")["kind"] == "store"
+    assert jacstore.report(store, tmp_path / "page.html").kind == "store"
 
 
 # --- refusals and the command -----------------------------------------------------------------------------------------
