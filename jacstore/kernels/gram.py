@@ -47,19 +47,21 @@ from jacstore.kernels.resume import (
     tiles_done,
 )
 from jacstore.storage import zarr_group
+from jacstore.storage.buckets import free_bytes, located, refuse_unknown, relative
 from jacstore.storage.checkpoints import CHECKPOINT_SHARE, CHECKPOINT_SPEED
-from jacstore.storage.files import Files, Folder, refuse_address
+from jacstore.storage.files import Files
 from jacstore.storage.kept_arrays import FACTORS
 from jacstore.storage.ledger import Lock, compare_requested
-from jacstore.store.reader import JacobianStore, open_store, operand_array
+from jacstore.store.reader import JacobianStore, operand_array
 
 KNOWN = (WHOLE, LEAVES, FACTORS, "partials", "checkpoints")
 
 
 def open_path(path: str | Path) -> JacobianStore | Kernel:
-    """Open a store or a kernel on disk for reading."""
-    kind = zarr_group.read_attributes(Folder(path), str(path))["kind"]
-    return open_store(str(path)) if kind == "store" else Kernel(Folder(path), str(path))
+    """Open a store or a kernel, on disk or in a bucket, for reading."""
+    files = located(path)
+    kind = zarr_group.read_attributes(files, str(path))["kind"]
+    return JacobianStore(files, str(path)) if kind == "store" else Kernel(files, str(path))
 
 
 def gram(
@@ -173,7 +175,7 @@ class _Job:
         self.cols = None if other is None else as_store(other)
         self.mode = as_mode(options.mode, self.cols)
         self.out = "memory://" if out is None else str(out)
-        refuse_address(self.out)
+        refuse_unknown(self.out)
         self.memory, self.device_memory, self.part = options.memory, options.device_memory, options.part
         self.dtype, self.triangle = options.dtype, options.triangle
         self.scheduler, self.workers, self.tile = options.scheduler, options.workers, options.tile
@@ -197,7 +199,7 @@ class _Job:
 
     def _refuse_stores(self) -> None:
         """Refuse stores that are unfinished or unlike each other, and options that do not go with them."""
-        in_ram = [s.path for s in (self.rows, self.cols) if s is not None and not isinstance(s.files, Folder)]
+        in_ram = [s.path for s in (self.rows, self.cols) if s is not None and s.files.address is None]
         if in_ram and self.scheduler != "threads":
             raise InvalidRequestError(
                 f"--scheduler {self.scheduler}: a store in RAM cannot go to other processes; use --scheduler threads "
@@ -309,7 +311,7 @@ class _Job:
     def create(self, listener: Listener) -> Kernel:
         """The kernel to work on: a new one, or the one that was begun with the same request."""
         files = zarr_group.place(self.out, 2**62 if self.out == "memory://" else self.memory)
-        if not isinstance(files, Folder) and self.scheduler != "threads":
+        if files.address is None and self.scheduler != "threads":
             raise InvalidRequestError("a kernel in RAM needs --scheduler threads (scheduler=); or give --out (out=)")
         with zarr_group.creating(files, self.out, KNOWN, self.options.overwrite, listener):
             if files.size(zarr_group.ROOT) is None:
@@ -356,17 +358,16 @@ class _Job:
         plan = self.plan()
         self._refuse_overflow()
         leaves = [leaf.path for leaf in self.rows.leaves] if self.options.by_leaf else []
-        if isinstance(files, Folder):
-            needed = expected_bytes(plan, leaves, np.dtype(self.dtype).itemsize, self.triangle)
-            free = machine.free_disk(files.root)
-            if needed > free:
-                raise InvalidRequestError(
-                    f"{self.out}: the kernel takes {format_size(needed)}, its disk has {format_size(free)} free; "
-                    "choose another disk (--out, out=), --triangle (triangle=True) or --dtype float32 (dtype=)"
-                )
+        needed = expected_bytes(plan, leaves, np.dtype(self.dtype).itemsize, self.triangle)
+        free = free_bytes(self.out)
+        if needed > free:
+            raise InvalidRequestError(
+                f"{self.out}: the kernel takes {format_size(needed)}, its disk has {format_size(free)} free; "
+                "choose another disk (--out, out=), --triangle (triangle=True) or --dtype float32 (dtype=)"
+            )
         attributes = {
             "kind": "kernel",
-            "stores": [_relative(s.path, self.out) for s in (self.rows, self.cols) if s is not None],
+            "stores": [relative(s.path, self.out) for s in (self.rows, self.cols) if s is not None],
             "fingerprint": self.requested,
             "resolved": {
                 "plan": plan.to_dict(),
@@ -405,9 +406,7 @@ class _Job:
         items = plan.items
         number, parts = self.part
         mine = range((number - 1) * len(items) // parts, number * len(items) // parts)
-        lock = (
-            Lock(kernel.files, mine.start, mine.stop - 1, listener, stop) if isinstance(kernel.files, Folder) else None
-        )
+        lock = None if kernel.files.address is None else Lock(kernel.files, mine.start, mine.stop - 1, listener, stop)
         with lock or contextlib.nullcontext():
             damaged = damaged_tiles(kernel)
             sweep_items(kernel, mine)
@@ -430,8 +429,7 @@ class _Job:
             results += self._execute(work, todo, listener, stop)
             results += self._finish(work, listener)
             for folder in ("checkpoints", "partials"):
-                if isinstance(kernel.files, Folder):
-                    kernel.files.remove_folder(folder)
+                kernel.files.remove_folder(folder)
         tiles_computed = tiles_done(kernel) - tiles_before
         stored = self.rows.bytes_decoded + (0 if self.cols is None else self.cols.bytes_decoded)
         decoded = sum(r.get("decoded_bytes", 0) for r in results)
@@ -530,7 +528,7 @@ class _Job:
             passes=plan.passes,
             bytes_read=plan.bytes_expected,
             bytes_to_store=size,
-            bytes_free=machine.free_disk(self.out) if self.out != "memory://" else self.memory,
+            bytes_free=free_bytes(self.out) if self.out != "memory://" else self.memory,
             flops=plan.flops,
             memory=plan.memory_bytes,
             # Nothing is computed any more for a kernel that is complete.
@@ -594,10 +592,3 @@ def require_plan_of(kernel: Kernel, rows: JacobianStore, cols: JacobianStore | N
             raise DamagedDataError("its leaves must be those of the stores")
     except DamagedDataError as error:
         raise DamagedDataError(f"{kernel.path}: its attributes are damaged: {error}") from error
-
-
-def _relative(store: str, kernel: str) -> str:
-    """A store's path relative to its kernel, so that both can be moved together."""
-    if "memory://" in (store, kernel):
-        return store
-    return os.path.relpath(os.path.abspath(store), os.path.abspath(kernel))

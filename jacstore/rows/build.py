@@ -20,7 +20,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jacstore.base import machine
 from jacstore.base.budget import BUILD, WITHOUT_STORE, Budget
 from jacstore.base.devices import device, device_memory, local_devices, on_accelerator
 from jacstore.base.events import BatchDone, Listener, Started, silent
@@ -37,7 +36,8 @@ from jacstore.rows.row_check import RowCheck, leaves_checked
 from jacstore.rows.trace.cut import Cut, cut_before_products, cut_with_rows
 from jacstore.rows.unit import SpareBlocks, Unit, refuse_other_inputs
 from jacstore.storage import zarr_group
-from jacstore.storage.files import Folder, Memory, refuse_address
+from jacstore.storage.buckets import free_bytes, refuse_unknown
+from jacstore.storage.files import Memory
 from jacstore.store.codec_choice import fastest_codec, measured_disk_speed
 from jacstore.store.layout import StorePlan, plan_store
 from jacstore.store.reader import JacobianStore, leaf_table
@@ -178,7 +178,7 @@ class _Job:
     def __init__(self, problem: Problem, out: str | Path | None, options: BuildOptions) -> None:
         self.options, self.memory = options, options.memory
         self.out = "memory://" if out is None else str(out)
-        refuse_address(self.out)
+        refuse_unknown(self.out)
         self.devices = local_devices(options.devices)
         self.prepared, self.shift = _restrict(prepare(problem, float64=options.float64), options)
         self._take(cut_before_products(self.prepared, options.layout, options.float64))
@@ -216,7 +216,7 @@ class _Job:
     def existing(self) -> JacobianStore | None:
         """The store to continue, if there is one: its resolved choices are kept."""
         files = zarr_group.place(self.out, self.memory)
-        if self.options.overwrite or not isinstance(files, Folder) or files.size(zarr_group.ROOT) is None:
+        if self.options.overwrite or files.address is None or files.size(zarr_group.ROOT) is None:
             return None
         return self._continued(JacobianStore(files, self.out))
 
@@ -257,7 +257,7 @@ class _Job:
         size = sum(values.nbytes for values in [*batch.rows, *batch.factors.values()])
         computing = seconds / size if device().platform == "cpu" else 0.0
         sample = [*batch.rows, *(v.reshape(len(v), 1, -1) for v in batch.factors.values() if v.dtype.kind != "i")]
-        return plan, fastest_codec(sample, disk_speed or measured_disk_speed(Path(self.out).absolute()), computing)
+        return plan, fastest_codec(sample, disk_speed or measured_disk_speed(self.out), computing)
 
     def choose(self) -> tuple[str, int]:
         """Codec and unit size for a new store."""
@@ -451,7 +451,7 @@ class _Job:
             terms=leaf_table(self.leaves, self.operands, plan.n_outputs),
             leaves=len(self.leaves),
             bytes_to_store=row_bytes,
-            bytes_free=self.memory if in_ram else machine.free_disk(self.out),
+            bytes_free=self.memory if in_ram else free_bytes(self.out),
             bytes_dense=n * plan.n_outputs * sum(leaf.size for leaf in self.leaves) * 4,
             begun=found is not None,
             units_done=0 if found is None else len(found.ledger.done("unit")),

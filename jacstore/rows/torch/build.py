@@ -38,7 +38,7 @@ from jacstore.rows.torch.device_pass import STEPS, TorchPass
 from jacstore.rows.torch.network import Network, close, host, mapped, path_of, requested, settings
 from jacstore.rows.unit import SpareBlocks, Unit, refuse_other_inputs
 from jacstore.storage import zarr_group
-from jacstore.storage.files import Folder, Memory
+from jacstore.storage.files import Memory
 from jacstore.store.codec_choice import fastest_codec, measured_disk_speed
 from jacstore.store.reader import JacobianStore
 from jacstore.store.writer import StoreWriter
@@ -224,7 +224,7 @@ class _Job:
         sample = [*rows.rows, *(v.reshape(len(v), 1, -1) for v in rows.factors.values() if v.dtype.kind != "i")]
         size = sum(values.nbytes for values in [*rows.rows, *rows.factors.values()])
         computing = seconds / size if passes.network.device.type == "cpu" else 0.0
-        return fastest_codec(sample, measured_disk_speed(Path(out).absolute()), computing)
+        return fastest_codec(sample, measured_disk_speed(out), computing)
 
 
 # --------------------------------------------------------------------------------------------------------------- inputs
@@ -268,7 +268,7 @@ def source_of(inputs: Any) -> Arrays | Dataset:
 def _existing(out: str | Path | None, memory: int) -> JacobianStore | None:
     """The store to continue, if there is one: its codec stays, and so do leaves whose terms an example refuted."""
     files = zarr_group.place(out, memory)
-    if not isinstance(files, Folder) or files.size(zarr_group.ROOT) is None:
+    if files.address is None or files.size(zarr_group.ROOT) is None:
         return None
     return JacobianStore(files, str(out))
 
