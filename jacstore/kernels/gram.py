@@ -11,6 +11,7 @@ import importlib.util
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from jacstore.kernels.metadata import check_plan_for
 from jacstore.kernels.plan.options import GramOptions
 from jacstore.kernels.plan.plan import GramPlan, Step
 from jacstore.kernels.plan.reports import GramForecast, GramReport
+from jacstore.kernels.plan.requests import expected_requests
 from jacstore.kernels.plan.schedule import plan_gram, worker_parts
 from jacstore.kernels.plan.steps import plan_steps
 from jacstore.kernels.repair import repair_tiles
@@ -47,12 +49,13 @@ from jacstore.kernels.resume import (
     tiles_done,
 )
 from jacstore.storage import zarr_group
-from jacstore.storage.buckets import free_bytes, located, refuse_unknown, relative
+from jacstore.storage.buckets import free_bytes, is_address, located, refuse_unknown, relative, requests
 from jacstore.storage.checkpoints import CHECKPOINT_SHARE, CHECKPOINT_SPEED
 from jacstore.storage.files import Files
 from jacstore.storage.kept_arrays import FACTORS
 from jacstore.storage.ledger import Lock, compare_requested
 from jacstore.store.reader import JacobianStore, operand_array
+from jacstore.store.unit_buffers import storage_dtype
 
 KNOWN = (WHOLE, LEAVES, FACTORS, "partials", "checkpoints")
 
@@ -170,7 +173,7 @@ class _Job:
         out: str | Path | None,
         options: GramOptions,
     ) -> None:
-        self.options = options
+        self.options, self.requests_before = options, requests()
         self.rows = as_store(store)
         self.cols = None if other is None else as_store(other)
         self.mode = as_mode(options.mode, self.cols)
@@ -282,8 +285,20 @@ class _Job:
             leaf_borders=starts if self.options.by_leaf else None,
             steps=steps,
             factor_bytes=(self.rows.factor_bytes, (self.cols or self.rows).factor_bytes),
-            engine_copies=(engine.slab_copies, engine.tile_copies),
+            engine_copies=self._copies(engine),
+            at_once=self._at_once,
         )
+
+    @property
+    def _at_once(self) -> int:
+        """Files of J that are read at the same time."""
+        return max(store.files.at_once for store in (self.rows, self.cols or self.rows))
+
+    def _copies(self, engine: Engine) -> tuple[int, int]:
+        """Copies of a slab and of a tile; what comes from a bucket is copied from answers, and put from a copy."""
+        stores = [s for s in (self.rows, self.cols) if s is not None and is_address(s.path)]
+        wide = max((np.dtype(storage_dtype(s.dtype)).itemsize for s in stores), default=0)
+        return engine.slab_copies - (-wide // engine.slab_dtype.itemsize), engine.tile_copies + is_address(self.out)
 
     def _engine(self) -> Engine:
         """An engine to plan with and to time, with what an item's may keep on an accelerator."""
@@ -303,8 +318,7 @@ class _Job:
     def memory_parts(self, plan: GramPlan) -> dict[str, int]:
         """Bytes on one machine by name: what is held in RAM, and what all workers take for the largest group."""
         engine = self._engine()
-        copies = (engine.slab_copies, engine.tile_copies)
-        of_worker = worker_parts(plan, _product_itemsize(engine, plan.steps), copies)
+        of_worker = worker_parts(plan, _product_itemsize(engine, plan.steps), self._copies(engine), self._at_once)
         running = min(self.share, plan.n_items)
         return {**self._memory_held(), **{name: size * running for name, size in of_worker.items()}}
 
@@ -402,7 +416,7 @@ class _Job:
 
     def run(self, kernel: Kernel, started: float, listener: Listener, stop: Callable[[], bool]) -> Kernel:
         """Run the missing items of this part, then finish groups whose items are all there."""
-        plan = kernel.plan
+        plan, before = kernel.plan, self.requests_before
         items = plan.items
         number, parts = self.part
         mine = range((number - 1) * len(items) // parts, number * len(items) // parts)
@@ -457,6 +471,7 @@ class _Job:
             schedule=plan.schedule,
             expected_passes=plan.passes,
             complete=kernel.complete,
+            requests=_requests(before, results),
         )
         return kernel
 
@@ -543,6 +558,7 @@ class _Job:
             expected_seconds=seconds,
             expected_flops_per_second=speed,
             expected_seconds_lost_by_a_kill=min(interval, item_seconds),
+            expected_requests=expected_requests(plan, self.rows, self.cols, self.out, max(1, len(leaves)), self.share),
         )
 
     def _measured_speeds(self, plan: GramPlan) -> tuple[float, float]:
@@ -575,6 +591,15 @@ class _Job:
 def _product_itemsize(engine: Engine, steps: Sequence[Step]) -> int:
     """Bytes of a number that is multiplied: 16-bit slabs may stand beside factors that are held in more digits."""
     return int(max(engine.slab_dtype.itemsize, engine.factor_dtype.itemsize if steps else 0))
+
+
+def _requests(before: Counter[str], results: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """Requests of this process since `before`, and those of items in other ones."""
+    made = requests() - before
+    for result in results:
+        if result.get("pid", os.getpid()) != os.getpid():
+            made.update(result["requests"])
+    return dict(made)
 
 
 def require_plan_of(kernel: Kernel, rows: JacobianStore, cols: JacobianStore | None) -> None:

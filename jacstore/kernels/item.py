@@ -7,6 +7,7 @@ read.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +22,7 @@ from jacstore.kernels.context import Work
 from jacstore.kernels.finish import partial_name, write_tiles
 from jacstore.kernels.plan.plan import GramPlan, Item, Step
 from jacstore.kernels.slabs import Slabs, column_starts, group_ranges
+from jacstore.storage.buckets import requests
 from jacstore.storage.checkpoints import Checkpoints, NoCheckpoints, write_sums
 from jacstore.store.reader import JacobianStore
 from jacstore.store.unit_buffers import to_bfloat16
@@ -69,6 +71,7 @@ class ItemRun:
         self.partial_facts: dict[str, Any] = {}
 
     def run(self) -> dict[str, Any]:
+        before = requests()
         # Numbers beyond their type become infinite; the comparison with the norms names them.
         with np.errstate(over="ignore", invalid="ignore"):
             # One item computes while another one writes.
@@ -81,7 +84,8 @@ class ItemRun:
         facts = {**counts, **self.times}
         self.kernel.ledger.record("item", self.item.number, {**facts, **self.partial_facts})
         self.checkpoints.clear()
-        return {"item": self.item.number, "peak_rss": machine.peak_rss(), **facts}
+        made = dict(requests() - before)
+        return {"item": self.item.number, "peak_rss": machine.peak_rss(), "pid": os.getpid(), "requests": made, **facts}
 
     def _compute(self) -> tuple[list[Any], dict[str, int]]:
         """Sums of all tiles, and what was read; kernels that are kept leaf by leaf are written meanwhile."""

@@ -36,7 +36,7 @@ from jacstore.rows.row_check import RowCheck, leaves_checked
 from jacstore.rows.trace.cut import Cut, cut_before_products, cut_with_rows
 from jacstore.rows.unit import SpareBlocks, Unit, refuse_other_inputs
 from jacstore.storage import zarr_group
-from jacstore.storage.buckets import free_bytes, refuse_unknown
+from jacstore.storage.buckets import free_bytes, is_address, refuse_unknown
 from jacstore.storage.files import Memory
 from jacstore.store.codec_choice import fastest_codec, measured_disk_speed
 from jacstore.store.layout import StorePlan, plan_store
@@ -315,6 +315,9 @@ class _Job:
         spare = SpareBlocks(writer, min(2, len(missing), max(0, free // self._unit_bytes(writer))))
         passes = self.compile(writer.store.unit_size)
         held = writer.files.bytes_held
+        if writer.files.address and writer.files.copies:
+            # Objects are put from copies of a unit, up to all of it at once.
+            held += self._unit_bytes(writer)
         store = held + writer.bytes_expected if isinstance(writer.files, Memory) and writer.files.in_memory else 0
         overlap = self._overlap(self._unit_bytes(writer), writer.store.unit_size, held, store)
         if isinstance(writer.files, Memory):
@@ -425,15 +428,22 @@ class _Job:
         require_same(store, wanted, self.leaves, self.options.unit_size)
         return store
 
+    def _expected_requests(self, plan: StorePlan, begun: JacobianStore | None) -> dict[str, int]:
+        """Puts of the units that are missing; metadata, locks, and records that are read come on top."""
+        if not is_address(self.out):
+            return {}
+        missing = plan.n_units - (0 if begun is None else len(begun.ledger.done("unit")))
+        return {"put": missing * (replace(plan, factor_files=len(self.operands)).n_files // plan.n_units)}
+
     def describe(self) -> BuildForecast:
         """The plan as numbers, and whether storing pays against recomputing blocks of rows."""
         found = None if self.options.overwrite else self.begun()
         if found is not None:
             self.options = replace(self.options, unit_size=found.unit_size, codec=found.choices.codec)
         plan, codec = self.propose(DISK_SPEED)
-        in_ram = self.out == "memory://"
+        in_ram, copied = self.out == "memory://", plan.unit_bytes if is_address(self.out) else 0
         # A run that would be refused for want of memory is refused here as well.
-        overlap = self._overlap(plan.unit_bytes, plan.unit_size, 0, plan.bytes_stored if in_ram else 0)
+        overlap = self._overlap(plan.unit_bytes, plan.unit_size, copied, plan.bytes_stored if in_ram else 0)
         each = self.seconds_per_example()
         n, row_bytes = plan.n_examples, plan.bytes_stored
         seconds_device = n * each
@@ -472,6 +482,7 @@ class _Job:
             expected_seconds_recompute=seconds_recomputed,
             expected_seconds_store=seconds_stored,
             storing_pays=seconds_stored < seconds_recomputed,
+            expected_requests=self._expected_requests(plan, found),
         )
 
 

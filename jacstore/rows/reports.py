@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from jacstore.base import machine
 from jacstore.base.schema import Reported
+from jacstore.storage.buckets import requests
 from jacstore.store.reports import LeafFacts
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ class BuildForecast(Reported):
     expected_seconds_recompute: float
     expected_seconds_store: float
     storing_pays: bool
+    # Where the store is in a bucket, by kind.
+    expected_requests: dict[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +78,8 @@ class BuildReport(Reported):
     batch_size: int | None
     # Batches that each device computed.
     batches_by_device: list[int]
+    # Where the store is in a bucket, by kind.
+    requests: dict[str, int]
 
     @classmethod
     def of(cls: type[R], writer: StoreWriter, started: float, **more: Any) -> R:
@@ -96,6 +101,7 @@ class BuildReport(Reported):
             seconds_total=time.perf_counter() - started,
             peak_rss=machine.peak_rss(),
             codec=writer.store.choices.codec,
+            requests=dict(requests() - writer.requests_before),
             **more,
         )
 

@@ -17,6 +17,7 @@ from typing import Any
 import dask.array as da
 import numpy as np
 
+from jacstore.base.limits import WINDOW_BYTES
 from jacstore.base.precision import compute_dtype, stored_error
 from jacstore.base.schema import Open, Reported, short_hash, typed
 from jacstore.base.threads import all_done
@@ -419,16 +420,20 @@ class JacobianStore:
         a, b = max(start, unit_start), min(stop, unit_start + self.unit_size)
         width = layout.piece[-1]
         piece = self._buffer("piece", layout.piece, layout.dtype)
-        # Read with the first piece, so that what is wrong with the file is said of a place in it.
-        window: _Window | None = None
+        # Read with its first piece, so that what is wrong with the file is said of a place in it.
+        window: _Window = (0, None)
+        left_in_window, most = 0, max(1, WINDOW_BYTES // layout.piece_bytes)
         for index, where in layout.pieces_within(at, first, last):
             left = where[-1].start
             c, d = max(first, left), min(last, where[-1].stop)
             if c >= d:
                 continue
             try:
-                if window is None:
-                    window = self._window(name, layout, at, first, last, listed)
+                if not left_in_window:
+                    ahead = layout.pieces_within(at, max(first, left), last)
+                    wanted = [n for n, _ in itertools.islice(ahead, most)]
+                    window, left_in_window = self._window(name, listed, wanted), len(wanted)
+                left_in_window -= 1
                 self._read_piece(name, FileRecord.piece_of(listed, index), layout, piece, window)
             except DamagedDataError as error:
                 self.mark(unit)
@@ -443,11 +448,8 @@ class JacobianStore:
             with self._lock:
                 self.decoded_bytes_read += count
 
-    def _window(
-        self, name: str, layout: ArrayLayout, at: tuple[int, ...], first: int, last: int, listed: list[Any]
-    ) -> _Window:
-        """The bytes of all pieces of a file that hold any of these columns, where that is read by one request."""
-        wanted = [n for n, where in layout.pieces_within(at, first, last) if where[-1].start < where[-1].stop]
+    def _window(self, name: str, listed: list[Any], wanted: list[int]) -> _Window:
+        """The bytes of neighbouring pieces of a file, where that is read by one request."""
         start = FileRecord.piece_of(listed, wanted[0])[0]
         offset, size, _ = FileRecord.piece_of(listed, wanted[-1])
         return start, self.files.window(name, start, offset + size)

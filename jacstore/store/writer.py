@@ -24,7 +24,7 @@ from jacstore.base.options import parse_count, parse_word
 from jacstore.base.threads import all_done
 from jacstore.errors import InvalidRequestError, NonFiniteError, RequestMismatchError
 from jacstore.storage import zarr_group
-from jacstore.storage.buckets import is_address
+from jacstore.storage.buckets import is_address, requests
 from jacstore.storage.chunks import ArrayLayout, FileEncoder, FileRecord
 from jacstore.storage.files import Files, Memory
 from jacstore.storage.ledger import Lock, compare_requested, sweep
@@ -91,6 +91,7 @@ class StoreWriter:
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self._stop, self._entered = stop, False
+        self.requests_before = requests()
         self.leaves, self.operands = _as_leaves(leaves), tuple(operands)
         unknown = {name for leaf in self.leaves for name in leaf.operands} - {o.name for o in self.operands}
         if unknown:

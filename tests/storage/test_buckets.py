@@ -11,9 +11,15 @@ import numpy as np
 import pytest
 
 import jacstore
+import jacstore.base.machine
+import jacstore.kernels.plan.schedule
+import jacstore.store.layout
+import jacstore.store.reader
 from helpers_buckets import URL, a_server, in_memory, objects, server  # noqa: F401
 from helpers_process import contents, invoke, run_command, write_target
 from jacstore.errors import DamagedDataError, InvalidRequestError, LockedError
+from jacstore.kernels.gram import plan_for
+from jacstore.rows.build import plan_build
 from jacstore.storage import buckets, files, ledger
 from jacstore.storage.buckets import Bucket, absolute, joined, relative
 from jacstore.storage.files import Folder, Memory
@@ -309,6 +315,52 @@ def test_what_a_slab_needs_of_an_object_is_one_request(in_memory, monkeypatch):
     opened.read("rows", 0, 10, 3, 43, out)
     assert (buckets.requests() - before)["get_range"] == opened.n_units == 5
     np.testing.assert_array_equal(out.reshape(10 * store.n_outputs, 40), rows_of(store)[:, 3:43])
+
+
+@pytest.mark.parametrize("layout", ["dense", "factored"])
+@pytest.mark.parametrize("by_leaf", [False, True])
+def test_a_plan_says_the_requests_that_a_run_makes(in_memory, monkeypatch, layout, by_leaf):
+    monkeypatch.setattr(jacstore.store.layout, "PIECE_COLUMNS", (14, 14))
+    monkeypatch.setattr(jacstore.kernels.plan.schedule, "SLAB_COLUMNS", 14)
+    expected = plan_build(mlp(10), STORE, layout=layout, **BUILD).expected_requests
+    before = puts_of_units(in_memory)
+    report = jacstore.build(mlp(10), STORE, layout=layout, **BUILD).report
+    assert report["requests"]["put"] >= expected["put"] == puts_of_units(in_memory) - before
+    expected = plan_for(STORE, out=KERNEL, by_leaf=by_leaf, **GRAM).expected_requests
+    windows, window = [], Bucket.window
+    monkeypatch.setattr(Bucket, "window", lambda self, *given: windows.append(given[0]) or window(self, *given))
+    made = jacstore.gram(STORE, out=KERNEL, by_leaf=by_leaf, **GRAM).report["requests"]
+    # Norms are a few small objects, which may be read more than once; J is read as planned.
+    norms = sum(name.startswith("norms/") for name in windows)
+    assert len(windows) - norms == expected["get_range"] - 5, sorted(windows)
+    assert made["get_range"] == len(windows)
+    # Locks and guards are put on top.
+    assert made["put"] >= expected["put"]
+
+
+def puts_of_units(store):
+    """Objects that were put for units: chunks and records."""
+    found = objects(store, "a/run.jac", "rows", "factors", "outputs", "norms", "ledger")
+    return sum("/c/" in name or "unit-" in name for name in found)
+
+
+def test_requests_are_reported_for_buckets_alone_and_said_in_words(in_memory, tmp_path):
+    assert jacstore.build(mlp(4), tmp_path / "run.jac").report["requests"] == {}
+    jacstore.build(mlp(4), STORE)
+    kernel = jacstore.gram(STORE, out=tmp_path / "run.ntk")
+    assert set(kernel.report["requests"]) <= {"get", "get_range", "list", "head"}
+    said = invoke("gram", STORE, "--out", KERNEL, "--dry-run").stdout
+    assert "requests" in said and "get_range" in said and "no limit" in said
+
+
+def test_a_slab_larger_than_a_window_is_read_in_several(in_memory, monkeypatch):
+    monkeypatch.setattr(jacstore.store.layout, "PIECE_COLUMNS", (14, 14))
+    store = jacstore.build(mlp(10), STORE, layout="dense", **BUILD)
+    expected = rows_of(store)
+    monkeypatch.setattr(jacstore.store.reader, "WINDOW_BYTES", 2 * store.layouts["rows"].piece_bytes)
+    before = buckets.requests()
+    np.testing.assert_array_equal(rows_of(jacstore.open(STORE)), expected)
+    assert (buckets.requests() - before)["get_range"] == 5 * 3
 
 
 def test_many_objects_are_read_at_once(in_memory, monkeypatch):

@@ -1,5 +1,5 @@
 """How a kernel is cut into tiles, items and slabs so that its memory suffices.
 
 `options` are what is asked for, `steps` leaves contracted together, `memory` what a choice holds, `schedule` the
-choice, `plan` its value, `reports` what a gram says of itself.
+choice, `plan` its value, `requests` what it asks of a bucket, `reports` what a gram says of itself.
 """

@@ -36,6 +36,8 @@ class GramForecast(Reported):
     expected_seconds: float
     expected_flops_per_second: float
     expected_seconds_lost_by_a_kill: float
+    # Where a store or the kernel is in a bucket, by kind.
+    expected_requests: dict[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,8 @@ class GramReport(Reported):
     schedule: str
     expected_passes: float
     complete: bool
+    # Where a store or the kernel is in a bucket, by kind, in all processes.
+    requests: dict[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -340,8 +340,8 @@ def _give_memory(writer: StoreWriter, passes: TorchPass, source: Examples, memor
     store, (each, chunks) = writer.store, source.bytes_held()
     unit = store.bytes_decoded // store.n_examples * store.unit_size
     needs = {
-        # One is filled while the other is written.
-        "unit_buffers": 2 * unit,
+        # One is filled while the other is written; objects in a bucket are put from copies.
+        "unit_buffers": (2 + bool(writer.files.address and writer.files.copies)) * unit,
         # On an accelerator passes take its memory, not the host's.
         "device_pass": passes.bytes_needed if passes.network.device.type == "cpu" else 0,
         # A batch as it is read and as tensors.
@@ -350,7 +350,7 @@ def _give_memory(writer: StoreWriter, passes: TorchPass, source: Examples, memor
     left = Budget(memory).beside(**needs)
     if left < writer.files.bytes_held:
         raise InvalidRequestError(
-            f"--memory {memory:,}: two units of {store.unit_size} example(s) take {format_size(needs['unit_buffers'])} "
+            f"--memory {memory:,}: units of {store.unit_size} example(s) take {format_size(needs['unit_buffers'])} "
             f"(unit_buffers), a batch of {passes.batch_size} about {format_size(needs['device_pass'])} (device_pass) "
             f"and its inputs {format_size(needs['inputs'])} (inputs); give more memory (memory=), a smaller "
             "--batch-size (batch_size=) or --unit-size (unit_size=), or inputs= in smaller chunks"
