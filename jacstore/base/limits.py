@@ -10,6 +10,8 @@ MAX_ITEMS = 10_000
 # Wide slabs keep BLAS busy; beyond this depth a float32 product would lose digits before its float64 sum.
 SLAB_COLUMNS = 4096
 IO_THREADS = 4
+# Bytes free where nothing limits them.
+UNLIMITED = 2**62
 # What is read of an object in a bucket by one request, or one chunk if that is more: 32 of them are in memory at once.
 WINDOW_BYTES = 16_000_000
 # Products of pairs of positions are formed in blocks of about this size, several at once.

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from jacstore.base.limits import UNLIMITED
 from jacstore.base.machine import format_size
 from jacstore.kernels.plan.reports import GramForecast, GramReport, KernelInfo
 from jacstore.rows.reports import BuildForecast, BuildReport
-from jacstore.storage.buckets import UNLIMITED
 from jacstore.store.reports import LeafFacts, StoreInfo
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from jacstore.base import machine
 from jacstore.base.schema import Reported
-from jacstore.storage.buckets import requests
 from jacstore.store.reports import LeafFacts
 
 if TYPE_CHECKING:
@@ -101,7 +100,7 @@ class BuildReport(Reported):
             seconds_total=time.perf_counter() - started,
             peak_rss=machine.peak_rss(),
             codec=writer.store.choices.codec,
-            requests=dict(requests() - writer.requests_before),
+            requests=writer.requests,
             **more,
         )
 

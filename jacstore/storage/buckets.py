@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jacstore.base import machine
+from jacstore.base.limits import UNLIMITED
 from jacstore.errors import DamagedDataError, InvalidRequestError
 from jacstore.storage import exclusive, files
 from jacstore.storage.files import ADDRESS, RAM, Buffer, Files, Folder
@@ -47,8 +48,6 @@ ANSWER_SECONDS = 120
 GAP = 4
 # What is said of a lock that nobody holds: deleting it could hit that of a new holder.
 NOBODY = b"{}"
-# Bytes free where nothing limits them.
-UNLIMITED = 2**62
 PAUSE_SECONDS = 0.1
 
 _counted: Counter[str] = Counter()

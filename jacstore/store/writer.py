@@ -91,7 +91,7 @@ class StoreWriter:
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self._stop, self._entered = stop, False
-        self.requests_before = requests()
+        self._requests_before = requests()
         self.leaves, self.operands = _as_leaves(leaves), tuple(operands)
         unknown = {name for leaf in self.leaves for name in leaf.operands} - {o.name for o in self.operands}
         if unknown:
@@ -164,6 +164,11 @@ class StoreWriter:
     def missing(self) -> list[tuple[int, int]]:
         """Example ranges of this part's units that are not finished, in order."""
         return [self.store.unit_range(unit) for unit in self.units if unit not in self._done]
+
+    @property
+    def requests(self) -> dict[str, int]:
+        """Requests to buckets that this process has made since this writer began, by kind."""
+        return dict(requests() - self._requests_before)
 
     @property
     def bytes_expected(self) -> int:
