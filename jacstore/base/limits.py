@@ -10,6 +10,10 @@ CODECS = ("none", "lz4", "zstd")
 MAX_FILES = 20_000
 MAX_ITEMS = 10_000
 IO_THREADS = 4
+# Bytes free where nothing limits them.
+UNLIMITED = 2**62
+# What is read of an object in a bucket by one request, or one chunk if that is more: 32 of them are in memory at once.
+WINDOW_BYTES = 16_000_000
 # Products of pairs of positions are formed in blocks of about this size, several at once.
 PRODUCT_BYTES = 2_000_000
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from jacstore.base.limits import UNLIMITED
 from jacstore.base.machine import format_size
 from jacstore.cli.reports import CleanReport, PredictReport, SampleReport
 from jacstore.kernels.plan.reports import GramForecast, GramReport, KernelInfo
@@ -49,8 +50,20 @@ def build(r: BuildReport) -> str:
         f"{r.store}: {_rows(r)}, "
         f"{format_size(r.bytes_stored)} (float32 rows: {format_size(r.bytes_dense)}), {state}\n"
         f"{r.units_computed} units computed, {r.units_reused} reused of {r.units_total}{saved}"
-        + "".join(f"\n{line}" for line in zero_leaves(r.zero_leaves))
+        + "".join(f"\n{line}" for line in [*zero_leaves(r.zero_leaves), *_requests(r.requests)])
     )
+
+
+def _requests(made: Mapping[str, int]) -> list[str]:
+    """A line on requests to buckets, if there are any."""
+    if not made:
+        return []
+    each = ", ".join(f"{number:,} {kind}" for kind, number in sorted(made.items()))
+    return [f"requests      {sum(made.values()):,}: {each}"]
+
+
+def _free(size: int) -> str:
+    return "no limit" if size == UNLIMITED else f"{format_size(size)} free"
 
 
 def zero_leaves(paths: Sequence[str]) -> list[str]:
@@ -72,6 +85,7 @@ def gram(r: GramReport) -> str:
     return (
         f"{r.kernel}: {_shape(r)}, mode {r.mode}, {state}\n"
         f"{r.tiles_computed} tiles computed, {r.tiles_reused} reused of {r.tiles_total}{done}"
+        + "".join(f"\n{line}" for line in _requests(r.requests))
     )
 
 
@@ -81,10 +95,11 @@ def plan_build(r: BuildForecast) -> str:
             *_continued(r.begun, r.store, r.units_done, r.units_total, "units"),
             f"{_rows(r)} in {r.leaves} leaves",
             f"to store      {format_size(r.bytes_to_store)} before compression (codec {r.codec}), "
-            f"{format_size(r.bytes_free)} free",
+            f"{_free(r.bytes_free)}",
             f"files         {r.files:,} in {r.units_total:,} units of {r.unit_size:,} examples",
             f"device pass   {r.batches:,} batches of {r.batch_size} examples x {r.output_batch} outputs, "
             f"{format_size(r.device_pass_bytes)}",
+            *_requests(r.expected_requests),
             _memory(r),
             f"expected      {r.expected_seconds_device:.3g} s device, {r.expected_seconds_write:.3g} s writing "
             f"at 500 MB/s, {r.expected_seconds_compile:.3g} s compiling; they overlap",
@@ -114,7 +129,8 @@ def plan_gram(r: GramForecast) -> str:
             *_continued(r.begun, r.kernel, r.tiles_done, r.tiles_total, "tiles"),
             f"{_shape(r)}, mode {r.mode}, {r.precision} products with {r.engine}",
             f"schedule      {r.schedule}: {r.passes:.2f} passes over J, {format_size(r.bytes_read)} read",
-            f"to store      {format_size(r.bytes_to_store)} in {r.files:,} files, {format_size(r.bytes_free)} free",
+            f"to store      {format_size(r.bytes_to_store)} in {r.files:,} files, {_free(r.bytes_free)}",
+            *_requests(r.expected_requests),
             _memory(r),
             f"work          {r.flops:.3g} flop in {r.items_total:,} items, {r.tiles_total:,} tiles of "
             f"{r.tile:,} examples, slabs of {r.slab_columns:,} columns",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +16,9 @@ from jacstore.kernels.metadata import KernelAttributes, check_kernel
 from jacstore.kernels.plan.arrays import WHOLE, layouts
 from jacstore.kernels.plan.reports import KernelInfo
 from jacstore.storage import zarr_group
+from jacstore.storage.buckets import joined, located
 from jacstore.storage.chunks import ArrayLayout, FileEncoder, FileRecord, check_file, decode, page_aligned, raw
-from jacstore.storage.files import Files, Folder
+from jacstore.storage.files import Files
 from jacstore.storage.indexing import resolve
 from jacstore.storage.kept_arrays import KeptFactorization, kept_factorizations
 from jacstore.storage.ledger import FORMAT_VERSION, Ledger, readable
@@ -85,13 +85,12 @@ class Kernel:
         self._tiles: dict[str, list[Any]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if not isinstance(self.files, Folder):
+        if self.files.address is None:
             raise InvalidRequestError(
                 "a kernel in RAM cannot go to other processes; assemble it on disk (--out, out=) or use "
                 "--scheduler threads (scheduler=)"
             )
-        # Absolute: a worker may have another working directory.
-        return (open_kernel, (os.path.abspath(self.path),))
+        return (open_kernel, (self.files.address,))
 
     def __repr__(self) -> str:
         state = "complete" if self.complete else "incomplete"
@@ -219,7 +218,7 @@ class Kernel:
     @property
     def store_paths(self) -> list[str]:
         """Where the stores should be, seen from here; a kernel knows them by their place beside it."""
-        return [one if one == "memory://" else os.path.normpath(os.path.join(self.path, one)) for one in self.stores]
+        return [joined(self.path, one) for one in self.stores]
 
     def require_complete(self) -> None:
         """Refuse to go on with a kernel that is not finished."""
@@ -487,5 +486,5 @@ class _LazyKernel:
 
 
 def open_kernel(path: str) -> Kernel:
-    """Open a kernel on disk."""
-    return Kernel(Folder(path), str(path))
+    """Open a kernel on disk or in a bucket."""
+    return Kernel(located(path), str(path))
