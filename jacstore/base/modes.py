@@ -163,6 +163,11 @@ class Mode(StrEnum):
 
     # ---- numbers that belong to rows of J, `(n, K)` ----
 
+    def by_example(self, tile: np.ndarray, k: int) -> np.ndarray:
+        """Entries of a tile as `(n, k, m, k)`, with k = 1 where a mode adds over outputs."""
+        tile = tile.sum(0) if self is Mode.DIAGONAL else tile
+        return tile.reshape(tile.shape[0] // k, k, tile.shape[1] // k, k)
+
     def over_outputs(self, values: np.ndarray) -> np.ndarray:
         """The numbers as they are, or their sums `(n, 1)` where outputs are added up."""
         return values.sum(1, keepdims=True) if self is Mode.TRACE else values

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from jacstore.base.limits import LIMITS
-from jacstore.base.modes import Mode
 from jacstore.errors import InvalidRequestError, JacstoreError
 from jacstore.kernels.kernel import Kernel
 from jacstore.storage.runs import kept_config, kept_runs
@@ -213,14 +212,7 @@ def _entries(kernel: Kernel, rows: np.ndarray, columns: np.ndarray) -> np.ndarra
             if not len(down) or not len(across):
                 continue
             for index in range(len(kernel.layouts)):
-                tile = _by_example(kernel.read_tile(index, i, j), mode, k)
+                tile = mode.by_example(kernel.read_tile(index, i, j), k)
                 picked = tile[rows[down] - a][:, :, columns[across] - c]
                 out[down[0] : down[-1] + 1, :, across[0] : across[-1] + 1] += picked
     return out
-
-
-def _by_example(tile: np.ndarray, mode: Mode, k: int) -> np.ndarray:
-    """A tile as `(n, k, m, k)`."""
-    if mode is Mode.DIAGONAL:
-        tile = tile.sum(0)
-    return tile.reshape(tile.shape[0] // k, k, tile.shape[1] // k, k)

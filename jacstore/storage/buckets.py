@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jacstore.base import machine
-from jacstore.base.limits import UNLIMITED
+from jacstore.base.limits import LIMITS, UNLIMITED
 from jacstore.errors import DamagedDataError, InvalidRequestError
 from jacstore.storage import exclusive, files
 from jacstore.storage.files import ADDRESS, RAM, Buffer, Files, Folder
@@ -35,8 +35,6 @@ SCHEMES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
 EXTRA = "pip install 'jacstore[remote]'"
 # Objects that are read or written at once: a request waits long before it transfers anything.
 AT_ONCE = 32
-# What is larger is put in parts of this size, a few at a time.
-PART_BYTES = 256 * 2**20
 PARTS_AT_ONCE = 4
 # Objects that a request lists, or deletes.
 PAGE = 1000
@@ -48,7 +46,6 @@ ANSWER_SECONDS = 120
 GAP = 4
 # What is said of a lock that nobody holds: deleting it could hit that of a new holder.
 NOBODY = b"{}"
-PAUSE_SECONDS = 0.1
 
 _counted: Counter[str] = Counter()
 _counting = threading.Lock()
@@ -307,7 +304,7 @@ class Bucket:
                 if self.replace(held, mine, found):
                     break
             else:
-                time.sleep(PAUSE_SECONDS)
+                time.sleep(LIMITS.bucket_pause_seconds)
         try:
             yield
         finally:
@@ -333,10 +330,10 @@ class Bucket:
         if second is None:
             self._put(name, first)
         else:
-            more = {"use_multipart": True, "chunk_size": PART_BYTES, "max_concurrency": PARTS_AT_ONCE}
+            more = {"use_multipart": True, "chunk_size": LIMITS.bucket_part_bytes, "max_concurrency": PARTS_AT_ONCE}
             self._put(name, chain([first, second], parts), **more)
             # Beginning, parts and end.
-            _count("put", 1 + -(-size // PART_BYTES))
+            _count("put", 1 + -(-size // LIMITS.bucket_part_bytes))
         return size
 
     def sync_folders(self, names: Iterable[str]) -> None:
@@ -494,13 +491,13 @@ class Bucket:
 
 
 def _parts(buffers: Iterable[bytes]) -> Iterator[bytes]:
-    """The same bytes in parts of `PART_BYTES` or a little more; the last may be smaller."""
+    """The same bytes in parts of `LIMITS.bucket_part_bytes` or a little more; the last may be smaller."""
     held: list[bytes] = []
     size = 0
     for buffer in buffers:
         held.append(buffer)
         size += len(buffer)
-        if size >= PART_BYTES:
+        if size >= LIMITS.bucket_part_bytes:
             yield b"".join(held)
             held, size = [], 0
     if held:

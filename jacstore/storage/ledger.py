@@ -35,7 +35,6 @@ from jacstore.storage.files import RAM, Files, explain
 
 FORMAT_VERSION = 1
 FOLDER = "ledger"
-HEARTBEAT_SECONDS = 5.0
 
 Record = TypeVar("Record")
 
@@ -385,7 +384,7 @@ class Lock:
         return True
 
     def _beat(self) -> None:
-        while not self._stop.wait(HEARTBEAT_SECONDS):
+        while not self._stop.wait(LIMITS.heartbeat_seconds):
             # An error of the file system says nothing about who holds it.
             with contextlib.suppress(OSError, InvalidRequestError), self._writing:
                 if not self._replace(beat=self._owner["beat"] + 1):

@@ -17,7 +17,7 @@ from typing import Any
 import dask.array as da
 import numpy as np
 
-from jacstore.base.limits import LIMITS, WINDOW_BYTES
+from jacstore.base.limits import LIMITS
 from jacstore.base.precision import compute_dtype, stored_error
 from jacstore.base.schema import Open, Reported, short_hash, typed
 from jacstore.base.threads import all_done
@@ -423,7 +423,7 @@ class JacobianStore:
         piece = self._buffer("piece", layout.piece, layout.dtype)
         # Read with its first piece, so that what is wrong with the file is said of a place in it.
         window: _Window = (0, None)
-        left_in_window, most = 0, max(1, WINDOW_BYTES // layout.piece_bytes)
+        left_in_window, most = 0, max(1, LIMITS.window_bytes // layout.piece_bytes)
         for index, where in layout.pieces_within(at, first, last):
             left = where[-1].start
             c, d = max(first, left), min(last, where[-1].stop)

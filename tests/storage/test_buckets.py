@@ -231,8 +231,8 @@ def together(count, work):
     return results
 
 
-def test_one_at_a_time_is_inside_a_guard_and_what_a_dead_one_holds_is_taken(in_memory, monkeypatch):
-    monkeypatch.setattr(buckets, "PAUSE_SECONDS", 0.001)
+def test_one_at_a_time_is_inside_a_guard_and_what_a_dead_one_holds_is_taken(in_memory, limits):
+    limits(bucket_pause_seconds=0.001)
     place, inside, most = Bucket(STORE), [], []
 
     def enter(n):
@@ -292,8 +292,8 @@ def test_a_record_that_a_successor_has_put_meanwhile_is_not_replaced(in_memory, 
     assert early.read("ledger/unit-0000000.json") == b"the successor's"
 
 
-def test_a_heartbeat_that_finds_another_owner_stops_the_run(in_memory, monkeypatch):
-    monkeypatch.setattr(ledger, "HEARTBEAT_SECONDS", 0.01)
+def test_a_heartbeat_that_finds_another_owner_stops_the_run(in_memory, limits):
+    limits(heartbeat_seconds=0.01)
     place = Bucket(STORE)
     with ledger.Lock(place, 0, 9, print) as lock:
         place.write(lock.file, [b'{"token": "another"}'])
@@ -304,8 +304,8 @@ def test_a_heartbeat_that_finds_another_owner_stops_the_run(in_memory, monkeypat
 # ------------------------------------------------------------------------------------------------------------- requests
 
 
-def test_what_a_slab_needs_of_an_object_is_one_request(in_memory, monkeypatch):
-    monkeypatch.setattr(jacstore.store.layout, "PIECE_COLUMNS", (14, 14))
+def test_what_a_slab_needs_of_an_object_is_one_request(in_memory, limits):
+    limits(piece_columns=(14, 14))
     store = jacstore.build(mlp(10), STORE, layout="dense", **BUILD)
     layout = store.layouts["rows"]
     assert layout.per_file[-1] > 3
@@ -319,9 +319,9 @@ def test_what_a_slab_needs_of_an_object_is_one_request(in_memory, monkeypatch):
 
 @pytest.mark.parametrize("layout", ["dense", "factored"])
 @pytest.mark.parametrize("by_leaf", [False, True])
-def test_a_plan_says_the_requests_that_a_run_makes(in_memory, monkeypatch, layout, by_leaf):
-    monkeypatch.setattr(jacstore.store.layout, "PIECE_COLUMNS", (14, 14))
-    monkeypatch.setattr(jacstore.kernels.plan.schedule, "SLAB_COLUMNS", 14)
+def test_a_plan_says_the_requests_that_a_run_makes(in_memory, monkeypatch, layout, by_leaf, limits):
+    limits(piece_columns=(14, 14))
+    limits(slab_columns=14)
     expected = plan_build(mlp(10), STORE, layout=layout, **BUILD).expected_requests
     before = puts_of_units(in_memory)
     report = jacstore.build(mlp(10), STORE, layout=layout, **BUILD).report
@@ -353,11 +353,11 @@ def test_requests_are_reported_for_buckets_alone_and_said_in_words(in_memory, tm
     assert "requests" in said and "get_range" in said and "no limit" in said
 
 
-def test_a_slab_larger_than_a_window_is_read_in_several(in_memory, monkeypatch):
-    monkeypatch.setattr(jacstore.store.layout, "PIECE_COLUMNS", (14, 14))
+def test_a_slab_larger_than_a_window_is_read_in_several(in_memory, limits):
+    limits(piece_columns=(14, 14))
     store = jacstore.build(mlp(10), STORE, layout="dense", **BUILD)
     expected = rows_of(store)
-    monkeypatch.setattr(jacstore.store.reader, "WINDOW_BYTES", 2 * store.layouts["rows"].piece_bytes)
+    limits(window_bytes=2 * store.layouts["rows"].piece_bytes)
     before = buckets.requests()
     np.testing.assert_array_equal(rows_of(jacstore.open(STORE)), expected)
     assert (buckets.requests() - before)["get_range"] == 5 * 3
@@ -393,8 +393,8 @@ def test_neighbours_are_one_request_and_others_are_not(in_memory):
     assert [one[0] for one in found] == [20, 0, 8, 60]
 
 
-def test_a_large_object_is_put_in_parts_and_read_as_one(server, monkeypatch):
-    monkeypatch.setattr(buckets, "PART_BYTES", 5 * 2**20)
+def test_a_large_object_is_put_in_parts_and_read_as_one(server, limits):
+    limits(bucket_part_bytes=5 * 2**20)
     place, data = Bucket(STORE), np.random.default_rng(0).bytes(13 * 2**20)
     assert place.write("x", [data[: 2**20], data[2**20 :]]) == len(data)
     assert bytes(place.window("x", 0, len(data))) == data

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from jacstore.base.limits import WINDOW_BYTES
+from jacstore.base.limits import LIMITS
 from jacstore.kernels.plan.plan import GramPlan, Group, Item, merge_ranges
 from jacstore.storage.buckets import is_address
 from jacstore.storage.chunks import ArrayLayout
@@ -44,7 +44,7 @@ def requests_for(layout: ArrayLayout, columns: tuple[int, int], unit_size: int, 
     if first >= last or start >= stop:
         return 0
     width, per_file = layout.piece[-1], layout.per_file[-1]
-    at_once = max(1, WINDOW_BYTES // layout.piece_bytes)
+    at_once = max(1, LIMITS.window_bytes // layout.piece_bytes)
     count = 0
     for file in range(first // (width * per_file), -(-last // (width * per_file))):
         low = max(first // width, file * per_file)
