@@ -31,4 +31,4 @@ numpydoc_xref_param_type = False
 intersphinx_mapping: dict[str, tuple[str, None]] = {}
 copybutton_prompt_text = r"\$ "
 copybutton_prompt_is_regexp = True
-autodoc_mock_imports = ["torch"]  # an extra that need not be installed
+autodoc_mock_imports = ["torch", "flax", "equinox"]  # extras that need not be installed

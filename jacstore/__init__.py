@@ -52,12 +52,13 @@ _PUBLIC = {
     "inference.kernel_factor": ("KernelFactor",),
     "store.reader": ("JacobianStore",),
     "problem.loading": ("load_target",),
+    "reporting.page": ("report",),
     "verification.verify": ("verify",),
     "inference.weighted_kernels": ("weighted", "with_precisions"),
     "store.writer": ("StoreWriter",),
 }
-# Public modules, loaded when first used; `torch` needs the extra of that name, so `import *` leaves them out.
-_MODULES = ("errors", "terms", "testing", "torch")
+# Public modules, loaded when first used; the last three need the extras of their names, so `import *` leaves them out.
+_MODULES = ("errors", "terms", "testing", "equinox", "flax", "torch")
 # Named otherwise where they are defined, because they would hide a builtin there.
 _DEFINED_AS = {"open": "open_path"}
 

@@ -1,5 +1,7 @@
 # What the package offers, for type checkers and editors; __init__.py has the same names for Python.
+from jacstore import equinox as equinox
 from jacstore import errors as errors
+from jacstore import flax as flax
 from jacstore import terms as terms
 from jacstore import testing as testing
 from jacstore import torch as torch
@@ -49,6 +51,7 @@ from jacstore.operators.ggn_matrix import ggn as ggn
 from jacstore.operators.stored import operator as operator
 from jacstore.problem.loading import load_target as load_target
 from jacstore.problem.problem import Problem as Problem
+from jacstore.reporting.page import report as report
 from jacstore.rows.build import build as build
 from jacstore.store.reader import JacobianStore as JacobianStore
 from jacstore.store.writer import StoreWriter as StoreWriter

@@ -6,6 +6,7 @@ import copy
 import importlib
 import pickle
 import pkgutil
+import re
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -51,7 +52,8 @@ PUBLIC = sorted({error for error in OLD_NAMES.values() if issubclass(error, Jacs
 def every_error() -> list[type[JacstoreError]]:
     """All classes of errors in the package, those inside of it among them."""
     for module in pkgutil.walk_packages(jacstore.__path__, "jacstore."):
-        if module.name != "jacstore.__main__" and "torch" not in module.name:
+        # Libraries that are extras need not be installed.
+        if module.name != "jacstore.__main__" and not re.search("torch|flax|equinox", module.name):
             importlib.import_module(module.name)
     found, todo = [], [JacstoreError]
     while todo:

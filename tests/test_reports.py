@@ -112,6 +112,10 @@ OF_JSON = {
     "rows.torch.network.requested",
     "store.requests.request_of",
     "cli.terminal.to_dict",
+    # a file of flags, and what was kept of past runs
+    "cli.config.read_config",
+    "storage.runs.kept_config",
+    "storage.runs.kept_runs",
     # settings of JAX by their names
     "base.threads.settings_in_force",
 }

@@ -10,6 +10,8 @@ CODECS = ("none", "lz4", "zstd")
 MAX_FILES = 20_000
 MAX_ITEMS = 10_000
 IO_THREADS = 4
+# Bytes free where nothing limits them.
+UNLIMITED = 2**62
 # Products of pairs of positions are formed in blocks of about this size, several at once.
 PRODUCT_BYTES = 2_000_000
 
@@ -39,6 +41,9 @@ class Limits:
     audit_first: int = 64
     # Bytes of arrays that a program kept for the next build may close over.
     kept_constants_bytes: int = 64_000_000
+
+    # What one request reads of an object in a bucket, or one chunk if that is more; 32 of them are in memory at once.
+    window_bytes: int = 16_000_000
 
     # --- kernels and products
     # Wide slabs keep BLAS busy; beyond this depth a float32 product would lose digits before its float64 sum.
@@ -81,12 +86,20 @@ class Limits:
     lock_stale_seconds: float = 60.0
     # So is a guard file of another host, or one that its maker has not filled.
     guard_stale_seconds: float = 60.0
+    # Between two changes of a lock by which its owner says that it lives.
+    heartbeat_seconds: float = 5.0
+    # Between two tries for the guard object of a bucket.
+    bucket_pause_seconds: float = 0.1
+    # What is larger is put in parts of this size, a few at a time.
+    bucket_part_bytes: int = 256 * 2**20
     # How long an interrupted run waits for its workers to save what they have; one that stands still may not come back.
     ending_seconds: float = 60.0
     # Checkpoints may take this share of the time; a kill then loses at most their cost divided by it.
     checkpoint_share: float = 0.05
     # Assumed speed of writing the first checkpoint, in bytes per second, until one has been timed.
     checkpoint_speed: float = 3e8
+    # Rows of a kernel that a report reads for its spectrum.
+    report_rows: int = 2_000
     # Between two lines of progress where there is no terminal.
     progress_seconds: float = 5.0
 

@@ -94,6 +94,21 @@ class Mode(StrEnum):
             Mode.BLOCKS: ("example", "output", "other_output"),
         }[self]
 
+    def coordinates(self, n: int, m: int, outputs: int) -> dict[str, tuple[str, list[int]]]:
+        """The examples and outputs along each axis of a kernel between n and m examples, by name, with their axis."""
+        if self is Mode.FULL:
+            along = {"": ("row", n), "other_": ("column", m)}
+            return {
+                f"{other}{name}": (axis, numbers)
+                for other, (axis, examples) in along.items()
+                for name, numbers in (
+                    ("example", [example for example in range(examples) for _ in range(outputs)]),
+                    ("output", list(range(outputs)) * examples),
+                )
+            }
+        lengths = dict(zip(self.dimensions, self.shape(n, m, outputs), strict=True))
+        return {axis: (axis, list(range(length))) for axis, length in lengths.items()}
+
     @property
     def example_axes(self) -> tuple[int, int]:
         """The axes along which the examples of rows and those of columns lie; one and the same for blocks."""
@@ -147,6 +162,11 @@ class Mode(StrEnum):
         return tile[:, i, j] if self is Mode.DIAGONAL else tile[i, j] if self is Mode.TRACE else tile[i]
 
     # ---- numbers that belong to rows of J, `(n, K)` ----
+
+    def by_example(self, tile: np.ndarray, k: int) -> np.ndarray:
+        """Entries of a tile as `(n, k, m, k)`, with k = 1 where a mode adds over outputs."""
+        tile = tile.sum(0) if self is Mode.DIAGONAL else tile
+        return tile.reshape(tile.shape[0] // k, k, tile.shape[1] // k, k)
 
     def over_outputs(self, values: np.ndarray) -> np.ndarray:
         """The numbers as they are, or their sums `(n, 1)` where outputs are added up."""

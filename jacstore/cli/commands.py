@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from jacstore.cli import text
+from jacstore.cli.config import configured
 from jacstore.cli.flags import flags_of
 from jacstore.cli.reports import CleanReport, PredictReport, SampleReport
 from jacstore.cli.terminal import (
@@ -28,6 +29,8 @@ from jacstore.rows.options import BuildOptions
 
 if TYPE_CHECKING:
     from jacstore.inference.factorize import SpectrumReport
+    from jacstore.reporting.listing import Comparison, Listing
+    from jacstore.reporting.page import PageReport
 
 # The words of flags whose modules take long to import; tests/cli/test_cli.py compares them with what those allow.
 LIKELIHOODS = WordsOf("operators.likelihoods", "LIKELIHOODS")
@@ -61,8 +64,9 @@ def _keeping(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--out", required=True, metavar="STORE", help="Folder of the store.")
 @flags_of(BuildOptions)
 @_planned
+@configured
 @common
-def build(shared: Shared, target: str, out: str, dry_run: bool, **options: Any) -> None:
+def build(shared: Shared, target: str, out: str, dry_run: bool, config: dict[str, Any] | None, **options: Any) -> None:
     """Compute the Jacobian rows of TARGET and store them.
 
     TARGET is path/to/file.py:name or package.module:name, a Problem or a function returning one; name defaults to
@@ -76,10 +80,11 @@ def build(shared: Shared, target: str, out: str, dry_run: bool, **options: Any) 
 
         problem = _loaded(target, stop)
         if isinstance(problem, TorchProblem):
-            return _build_torch(problem, out, dry_run, listener=lines, stop=stop, **options)
+            return _keep(config, _build_torch(problem, out, dry_run, listener=lines, stop=stop, **options)).built
         if dry_run:
             return plan_build(problem, out, **options)
-        return with_warnings(lambda: jacstore.build(problem, out, listener=lines, stop=stop, **options).built)
+        store = with_warnings(lambda: jacstore.build(problem, out, listener=lines, stop=stop, **options))
+        return _keep(config, store).built
 
     run(work, text.plan_build if dry_run else text.build, shared)
 
@@ -98,7 +103,16 @@ def _build_torch(problem: Any, out: str, dry_run: bool, **options: Any) -> Any:
 
     if dry_run:
         raise InvalidRequestError("--dry-run: not allowed where TARGET is a TorchProblem; leave it out")
-    return with_warnings(lambda: torch.build(problem, out=out, **options).built)
+    return with_warnings(lambda: torch.build(problem, out=out, **options))
+
+
+def _keep(config: dict[str, Any] | None, result: Any) -> Any:
+    """Keep with a store or kernel what a file of settings asked for; returns it."""
+    from jacstore.storage.runs import keep_config
+
+    if config is not None:
+        keep_config(result.ledger, config)
+    return result
 
 
 @main.command()
@@ -107,8 +121,17 @@ def _build_torch(problem: Any, out: str, dry_run: bool, **options: Any) -> Any:
 @click.option("--out", required=True, metavar="KERNEL", help="Folder of the kernel.")
 @flags_of(GramOptions)
 @_planned
+@configured
 @common
-def gram(shared: Shared, store: str, other: str | None, out: str, dry_run: bool, **options: Any) -> None:
+def gram(
+    shared: Shared,
+    store: str,
+    other: str | None,
+    out: str,
+    dry_run: bool,
+    config: dict[str, Any] | None,
+    **options: Any,
+) -> None:
     """Assemble the kernel J Jᵀ of STORE, or the rectangular kernel between STORE and OTHER."""
 
     def work(lines: Lines, stop: Stop) -> Any:
@@ -116,7 +139,7 @@ def gram(shared: Shared, store: str, other: str | None, out: str, dry_run: bool,
 
         if dry_run:
             return assembly.plan_for(store, other, out, **options)
-        return assembly.gram(store, other, out, listener=lines, stop=stop, **options).assembled
+        return _keep(config, assembly.gram(store, other, out, listener=lines, stop=stop, **options)).assembled
 
     run(work, text.plan_gram if dry_run else text.gram, shared)
 
@@ -136,6 +159,35 @@ def info(shared: Shared, path: str) -> None:
         return jacstore.open(path).summary()
 
     run(work, text.info, shared, judge=text.damaged_records)
+
+
+@main.command(name="ls")
+@click.argument("folder", default=".")
+@common
+def list_(shared: Shared, folder: str) -> None:
+    """List the stores and kernels in FOLDER with their sizes and whether they are complete."""
+
+    def work(lines: Lines, stop: Stop) -> Listing:
+        from jacstore.reporting.listing import list_folder
+
+        return list_folder(folder)
+
+    run(work, text.listing, shared)
+
+
+@main.command()
+@click.argument("first")
+@click.argument("second")
+@common
+def diff(shared: Shared, first: str, second: str) -> None:
+    """Show what two stores, or two kernels, were asked for differently."""
+
+    def work(lines: Lines, stop: Stop) -> Comparison:
+        from jacstore.reporting.listing import compare
+
+        return compare(first, second)
+
+    run(work, text.differences, shared)
 
 
 @main.command()
@@ -197,6 +249,34 @@ def verify(
         return interruptible(check, lines, stop, ANEW)
 
     run(work, text.verify, shared, judge=text.first_failure)
+
+
+@main.command()
+@click.argument("path")
+@click.option("--out", required=True, metavar="FILE", help="The .html file to write.")
+@click.option("--labels", metavar="FILE", help="A .npy file of integers (N,) that order the examples of the heat map.")
+@click.option(
+    "--store",
+    multiple=True,
+    metavar="STORE",
+    help="The kernel's store, if it was moved; twice for a rectangular kernel.",
+)
+@click.option("--verify", is_flag=True, help="Verify first; else the page shows what the last verify found.")
+@click.option("--memory", metavar="SIZE", help="For --verify, such as 8GB. [default: half of what is available]")
+@common
+def report(shared: Shared, path: str, out: str, store: tuple[str, ...], **options: Any) -> None:
+    """Write one page about a store or kernel, to open in a browser without a network.
+
+    It shows sizes by leaf, the spectrum with effective dimensions, a heat map, norms and outliers, precision, checks,
+    and what past runs took.
+    """
+
+    def work(lines: Lines, stop: Stop) -> PageReport:
+        import jacstore
+
+        return jacstore.report(path, out, store=list(store) or None, **options)
+
+    run(work, text.report, shared, at_once=ANEW)
 
 
 @main.command()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +14,7 @@ from jacstore.cli.reports import PredictReport
 from jacstore.errors import InvalidRequestError
 from jacstore.inference.kernel_ridge import KernelRidge
 from jacstore.kernels.kernel import Kernel, open_kernel
-from jacstore.storage.files import refuse_address
+from jacstore.storage.buckets import is_address, located, refuse_unknown
 from jacstore.store.reader import open_store
 
 
@@ -45,7 +47,7 @@ def predict(
     started = time.perf_counter()
     if not out.endswith(".npy"):
         raise InvalidRequestError(f"--out {out}: allowed is a file that ends in .npy (out=)")
-    refuse_address(out)
+    refuse_unknown(out)
     train, test = open_kernel(kernel), open_kernel(cross)
     given = _load(labels)
     classes = _classes(given, train)
@@ -102,7 +104,7 @@ def _classes(labels: np.ndarray, kernel: Kernel) -> int:
 
 def _load(path: str) -> np.ndarray:
     try:
-        found = np.load(path, allow_pickle=False)
+        found = np.load(_opened(path), allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise InvalidRequestError(
             f"--labels {path}: not a readable .npy file ({error}); save it with numpy.save"
@@ -112,6 +114,14 @@ def _load(path: str) -> np.ndarray:
     return found
 
 
+def _opened(path: str) -> Any:
+    """The path of a file, or what is read of an object in a bucket."""
+    if not is_address(path):
+        return path
+    folder, _, name = path.rpartition("/")
+    return io.BytesIO(located(folder).read(name))
+
+
 def _network(kernel: Kernel) -> np.ndarray:
     """Outputs in the store of the kernel's rows `(N, K)`."""
     outputs: np.ndarray = open_store(kernel.store_paths[0]).outputs.astype(np.float64)
@@ -119,7 +129,13 @@ def _network(kernel: Kernel) -> np.ndarray:
 
 
 def _save(out: str, values: np.ndarray) -> None:
-    """Write by rename: a reader sees the old file or the new one."""
+    """Write by rename, or by one put: a reader sees the old file or the new one."""
+    if is_address(out):
+        body = io.BytesIO()
+        np.save(body, values)
+        folder, _, name = out.rpartition("/")
+        located(folder).write(name, [body.getvalue()])
+        return
     path = Path(out)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from jacstore.base.limits import UNLIMITED
 from jacstore.base.machine import format_size
 from jacstore.cli.reports import CleanReport, PredictReport, SampleReport
 from jacstore.kernels.plan.reports import GramForecast, GramReport, KernelInfo
@@ -14,10 +15,12 @@ from jacstore.store.reports import LeafFacts, StoreInfo
 
 if TYPE_CHECKING:
     from jacstore.inference.factorize import SpectrumReport
+    from jacstore.reporting.listing import Comparison, Listing
+    from jacstore.reporting.page import PageReport
     from jacstore.storage.kept_arrays import KeptFactorization
     from jacstore.verification.report import Report
 
-PATHS_SHOWN = 5
+PATHS_SHOWN, VALUE_SHOWN = 5, 60
 
 
 def _rows(r: StoreInfo | BuildReport | BuildForecast) -> str:
@@ -47,8 +50,20 @@ def build(r: BuildReport) -> str:
         f"{r.store}: {_rows(r)}, "
         f"{format_size(r.bytes_stored)} (float32 rows: {format_size(r.bytes_dense)}), {state}\n"
         f"{r.units_computed} units computed, {r.units_reused} reused of {r.units_total}{saved}"
-        + "".join(f"\n{line}" for line in zero_leaves(r.zero_leaves))
+        + "".join(f"\n{line}" for line in [*zero_leaves(r.zero_leaves), *_requests(r.requests)])
     )
+
+
+def _requests(made: Mapping[str, int]) -> list[str]:
+    """A line on requests to buckets, if there are any."""
+    if not made:
+        return []
+    each = ", ".join(f"{number:,} {kind}" for kind, number in sorted(made.items()))
+    return [f"requests      {sum(made.values()):,}: {each}"]
+
+
+def _free(size: int) -> str:
+    return "no limit" if size == UNLIMITED else f"{format_size(size)} free"
 
 
 def zero_leaves(paths: Sequence[str]) -> list[str]:
@@ -70,6 +85,7 @@ def gram(r: GramReport) -> str:
     return (
         f"{r.kernel}: {_shape(r)}, mode {r.mode}, {state}\n"
         f"{r.tiles_computed} tiles computed, {r.tiles_reused} reused of {r.tiles_total}{done}"
+        + "".join(f"\n{line}" for line in _requests(r.requests))
     )
 
 
@@ -79,10 +95,11 @@ def plan_build(r: BuildForecast) -> str:
             *_continued(r.begun, r.store, r.units_done, r.units_total, "units"),
             f"{_rows(r)} in {r.leaves} leaves",
             f"to store      {format_size(r.bytes_to_store)} before compression (codec {r.codec}), "
-            f"{format_size(r.bytes_free)} free",
+            f"{_free(r.bytes_free)}",
             f"files         {r.files:,} in {r.units_total:,} units of {r.unit_size:,} examples",
             f"device pass   {r.batches:,} batches of {r.batch_size} examples x {r.output_batch} outputs, "
             f"{format_size(r.device_pass_bytes)}",
+            *_requests(r.expected_requests),
             _memory(r),
             f"expected      {r.expected_seconds_device:.3g} s device, {r.expected_seconds_write:.3g} s writing "
             f"at 500 MB/s, {r.expected_seconds_compile:.3g} s compiling; they overlap",
@@ -112,7 +129,8 @@ def plan_gram(r: GramForecast) -> str:
             *_continued(r.begun, r.kernel, r.tiles_done, r.tiles_total, "tiles"),
             f"{_shape(r)}, mode {r.mode}, {r.precision} products with {r.engine}",
             f"schedule      {r.schedule}: {r.passes:.2f} passes over J, {format_size(r.bytes_read)} read",
-            f"to store      {format_size(r.bytes_to_store)} in {r.files:,} files, {format_size(r.bytes_free)} free",
+            f"to store      {format_size(r.bytes_to_store)} in {r.files:,} files, {_free(r.bytes_free)}",
+            *_requests(r.expected_requests),
             _memory(r),
             f"work          {r.flops:.3g} flop in {r.items_total:,} items, {r.tiles_total:,} tiles of "
             f"{r.tile:,} examples, slabs of {r.slab_columns:,} columns",
@@ -210,6 +228,49 @@ def info(r: StoreInfo | KernelInfo) -> str:
             *(f"kept beside it: {_kept(kept)}" for kept in r.kept),
         ]
     )
+
+
+def listing(r: Listing) -> str:
+    """A line for each, in columns as wide as their widest entry; the state, which may be long, comes last."""
+    rows = [
+        (
+            one.path,
+            one.kind or "?",
+            " x ".join(f"{n:,}" for n in one.shape),
+            one.detail,
+            format_size(one.bytes_stored) if one.kind else "",
+            one.state,
+        )
+        for one in r.found
+    ]
+    if not rows:
+        return f"{r.folder}: no stores and no kernels"
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    return "\n".join(
+        "  ".join([*(f"{cell:{width}}" for cell, width in zip(row[:5], widths, strict=True)), row[5]]) for row in rows
+    )
+
+
+def differences(r: Comparison) -> str:
+    if r.same:
+        return f"{r.first} and {r.second}: asked for the same"
+    said = [(one.field, *(_value(getattr(one, side)) for side in ("first", "second"))) for one in r.differences]
+    width = max(len(field) for field, _, _ in said)
+    return "\n".join(
+        [
+            f"{r.kind}s {r.first} and {r.second} differ in what was asked for",
+            *(f"  {field:{width}}  {before} -> {now}" for field, before, now in said),
+        ]
+    )
+
+
+def _value(given: Any) -> str:
+    words = "not given" if given is None else str(given)
+    return words if len(words) <= VALUE_SHOWN else words[: VALUE_SHOWN - 1] + "…"
+
+
+def report(r: PageReport) -> str:
+    return f"{r.page}: {format_size(r.bytes)} about the {r.kind} {r.path}: {', '.join(r.sections)}"
 
 
 def clean(r: CleanReport) -> str:

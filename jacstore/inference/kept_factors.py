@@ -7,14 +7,12 @@ request and by the checksums of its tiles. One Cholesky factor is kept (of the l
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jacstore.base import machine
 from jacstore.base.events import silent
 from jacstore.base.limits import LIMITS
 from jacstore.base.machine import format_size
@@ -22,7 +20,7 @@ from jacstore.errors import DamagedDataError, InvalidRequestError, LockedError
 from jacstore.kernels.kernel import Kernel, open_kernel
 from jacstore.storage import zarr_group
 from jacstore.storage.chunks import ArrayLayout, FileEncoder, FileRecord, decode, raw
-from jacstore.storage.files import Folder
+from jacstore.storage.files import Files
 from jacstore.storage.kept_arrays import (
     ARRAYS,
     FACTORS,
@@ -46,7 +44,7 @@ class KeptFactor:
         The record of a factorization of this kernel and alpha; None if there is none that can be used.
     """
 
-    def __init__(self, kernel: Kernel, files: Folder, method: str, alpha: float | None) -> None:
+    def __init__(self, kernel: Kernel, files: Files, method: str, alpha: float | None) -> None:
         self.kernel, self.files, self.method, self.alpha = kernel, files, method, alpha
         self.rows = kernel.shape[0]
         self.content, self._kind = kernel.content(), record_kind(method)
@@ -78,9 +76,9 @@ class KeptFactor:
     def require_room(self) -> None:
         """Refuse before the work if saving would fail after it, for want of disk space or permission."""
         needed = sum(layout.piece_bytes * len(list(self._squares(layout))) for layout in self.layouts())
-        free = machine.free_disk(self.files.root)
-        if needed > free or not os.access(self.files.root, os.W_OK):
-            why = f"its disk has {format_size(free)} free" if needed > free else "its folder cannot be written"
+        free = self.files.free
+        if needed > free:
+            why = f"its disk has {format_size(free)} free" if free else "its folder cannot be written"
             raise InvalidRequestError(
                 f"{self.kernel.path}: the factorization that is kept beside it takes {format_size(needed)}, {why}; "
                 "give --no-keep (keep=False), which computes it each time"
@@ -144,8 +142,8 @@ class KeptFactor:
 
 
 def kept_for(kernel: Kernel | None, method: str, alpha: float | None = None) -> KeptFactor | None:
-    """The factorization that is or can be kept with a kernel; None if the kernel is not on disk."""
-    if kernel is None or not isinstance(kernel.files, Folder):
+    """The factorization that is or can be kept with a kernel; None if the kernel is in RAM."""
+    if kernel is None or kernel.files.address is None:
         return None
     return KeptFactor(kernel, kernel.files, method, alpha)
 
@@ -170,6 +168,6 @@ def clean(kernel: Kernel | str | Path) -> list[KeptFactorization]:
     """
     opened = open_kernel(str(kernel)) if isinstance(kernel, str | Path) else kernel
     found = opened.kept()
-    if isinstance(opened.files, Folder) and found:
+    if found:
         drop_factorizations(opened.files, opened.ledger)
     return found

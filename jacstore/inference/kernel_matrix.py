@@ -84,6 +84,10 @@ class KernelMatrix:
         self.exact_diagonal = bool(getattr(kernel, "exact_diagonal", False))
 
     def _describe_array(self, given: Any, outputs: int | None) -> None:
+        if hasattr(given, "tocsr"):
+            raise InvalidRequestError(
+                f"a kernel of type {type(given).__name__}: sparse matrices are not supported; give its .toarray()"
+            )
         array = given if isinstance(given, da.Array) else np.asarray(given)
         if array.ndim != 2 or array.dtype.kind not in "fiu" or 0 in array.shape:
             raise InvalidRequestError(

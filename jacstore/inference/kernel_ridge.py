@@ -39,6 +39,8 @@ class KernelRidge:
         `(G + alpha I)⁻¹ (y - f0)` in the shape of `y`.
     alpha_
         The alpha that was used.
+    n_features_in_
+        Columns of the kernel, as scikit-learn counts them.
     loo_errors_
         Mean squared leave-one-out error of each alpha, where several were given.
     factor_
@@ -97,6 +99,8 @@ class KernelRidge:
         """
         if self.method not in METHODS:
             raise InvalidRequestError(f"method={self.method!r}: allowed are {', '.join(METHODS)}")
+        if y is None:
+            raise InvalidRequestError("fit requires y to be passed, but the target y is None; give one row per example")
         vars(self).pop("loo_errors_", None)
         target = np.asarray(y, np.float64)
         residual = target - offset_like(f0, target.shape, "f0")
@@ -106,6 +110,7 @@ class KernelRidge:
             self.gram_, self.factor_, self.alpha_ = KernelMatrix(kernel, self.outputs), None, self.alpha
             options = {"alpha": self.alpha, "tolerance": self.tolerance, "outputs": self.outputs}
             self.dual_coef_ = block_cg(kernel, residual, **options).value
+            self.n_features_in_ = self.gram_.shape[1]
             return self
         factor = KernelFactor(kernel, self.alpha, self.method, outputs=self.outputs, memory=self.memory, keep=self.keep)
         if np.ndim(self.alpha):
@@ -115,6 +120,7 @@ class KernelRidge:
             factor = factor.at(float(np.asarray(self.alpha, np.float64)[np.argmin(self.loo_errors_)]))
         self.gram_, self.factor_, self.alpha_ = factor.gram, factor, factor.alpha
         self.dual_coef_ = factor.solve(residual)
+        self.n_features_in_ = self.gram_.shape[1]
         return self
 
     def predict(self, kernel: Any, f0: Any = None) -> np.ndarray:

@@ -10,7 +10,6 @@ from typing import Any
 from jacstore.kernels.diagonal import Diagonal
 from jacstore.kernels.engines.blas import BlasEngine, Engine
 from jacstore.kernels.kernel import Kernel
-from jacstore.storage.files import Folder
 from jacstore.storage.ledger import Fence, Lock
 from jacstore.store.reader import JacobianStore
 
@@ -89,7 +88,7 @@ class Work:
 def _fenced(**given: Any) -> Work:
     """Work as it arrives in another process, where nobody else holds the lock."""
     work = Work(**given)
-    if work.fence is not None and isinstance(work.kernel.files, Folder):
+    if work.fence is not None:
         work.kernel.files.fences.append(work.fence.require)
     return work
 

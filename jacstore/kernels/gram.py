@@ -11,6 +11,7 @@ import importlib.util
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -37,6 +38,7 @@ from jacstore.kernels.plan.options import GramOptions
 from jacstore.kernels.plan.plan import GramPlan, Step
 from jacstore.kernels.plan.rates import Rates, measured_rates
 from jacstore.kernels.plan.reports import GramForecast, GramReport, ItemResult, Spent
+from jacstore.kernels.plan.requests import expected_requests
 from jacstore.kernels.plan.schedule import plan_gram, worker_parts
 from jacstore.kernels.plan.steps import plan_steps
 from jacstore.kernels.repair import repair_tiles
@@ -50,19 +52,23 @@ from jacstore.kernels.resume import (
     tiles_done,
 )
 from jacstore.storage import zarr_group
-from jacstore.storage.files import Files, Folder, refuse_address
+from jacstore.storage.buckets import free_bytes, is_address, located, refuse_unknown, relative, requests
+from jacstore.storage.files import Files
 from jacstore.storage.kept_arrays import FACTORS
 from jacstore.storage.ledger import Lock, compare_requested
+from jacstore.storage.runs import keep_run
 from jacstore.store.arrays import operand_array
-from jacstore.store.reader import JacobianStore, open_store
+from jacstore.store.reader import JacobianStore
+from jacstore.store.unit_buffers import storage_dtype
 
 KNOWN = (WHOLE, LEAVES, FACTORS, "partials", "checkpoints")
 
 
 def open_path(path: str | Path) -> JacobianStore | Kernel:
-    """Open a store or a kernel on disk for reading."""
-    kind = zarr_group.read_attributes(Folder(path), str(path))["kind"]
-    return open_store(str(path)) if kind == "store" else Kernel(Folder(path), str(path))
+    """Open a store or a kernel, on disk or in a bucket, for reading."""
+    files = located(path)
+    kind = zarr_group.read_attributes(files, str(path))["kind"]
+    return JacobianStore(files, str(path)) if kind == "store" else Kernel(files, str(path))
 
 
 def gram(
@@ -171,12 +177,12 @@ class _Job:
         out: str | Path | None,
         options: GramOptions,
     ) -> None:
-        self.options = options
+        self.options, self.requests_before = options, requests()
         self.rows = as_store(store)
         self.cols = None if other is None else as_store(other)
         self.mode = as_mode(options.mode, self.cols)
         self.out = "memory://" if out is None else str(out)
-        refuse_address(self.out)
+        refuse_unknown(self.out)
         self.memory, self.device_memory, self.part = options.memory, options.device_memory, options.part
         self.dtype, self.triangle = options.dtype, options.triangle
         self.scheduler, self.workers, self.tile = options.scheduler, options.workers, options.tile
@@ -200,7 +206,7 @@ class _Job:
 
     def _refuse_stores(self) -> None:
         """Refuse stores that are unfinished or unlike each other, and options that do not go with them."""
-        in_ram = [s.path for s in (self.rows, self.cols) if s is not None and not isinstance(s.files, Folder)]
+        in_ram = [s.path for s in (self.rows, self.cols) if s is not None and s.files.address is None]
         if in_ram and self.scheduler != "threads":
             raise InvalidRequestError(
                 f"--scheduler {self.scheduler}: a store in RAM cannot go to other processes; use --scheduler threads "
@@ -284,7 +290,8 @@ class _Job:
             leaf_borders=starts if self.options.by_leaf else None,
             steps=steps,
             factor_bytes=(self.rows.factor_bytes, (self.cols or self.rows).factor_bytes),
-            engine_copies=(engine.slab_copies, engine.tile_copies),
+            engine_copies=self._copies(engine),
+            at_once=self._at_once,
         )
 
     @cached_property
@@ -292,6 +299,17 @@ class _Job:
         """What the choices of a plan are weighed with: measured where factors are multiplied on this host."""
         factored = any(not leaf.dense for leaf in self.rows.leaves)
         return measured_rates() if factored and self.engine_name == "blas" else Rates()
+
+    @property
+    def _at_once(self) -> int:
+        """Files of J that are read at the same time."""
+        return max(store.files.at_once for store in (self.rows, self.cols or self.rows))
+
+    def _copies(self, engine: Engine) -> tuple[int, int]:
+        """Copies of a slab and of a tile; what comes from a bucket is copied from answers, and put from a copy."""
+        stores = [s for s in (self.rows, self.cols) if s is not None and is_address(s.path)]
+        wide = max((np.dtype(storage_dtype(s.dtype)).itemsize for s in stores), default=0)
+        return engine.slab_copies - (-wide // engine.slab_dtype.itemsize), engine.tile_copies + is_address(self.out)
 
     def _engine(self) -> Engine:
         """An engine to plan with and to time, with what an item's may keep on an accelerator."""
@@ -311,15 +329,14 @@ class _Job:
     def memory_parts(self, plan: GramPlan) -> dict[str, int]:
         """Bytes on one machine by name: what is held in RAM, and what all workers take for the largest group."""
         engine = self._engine()
-        copies = (engine.slab_copies, engine.tile_copies)
-        of_worker = worker_parts(plan, _product_itemsize(engine, plan.steps), copies)
+        of_worker = worker_parts(plan, _product_itemsize(engine, plan.steps), self._copies(engine), self._at_once)
         running = min(self.share, plan.n_items)
         return {**self._memory_held(), **{name: size * running for name, size in of_worker.items()}}
 
     def create(self, listener: Listener) -> Kernel:
         """The kernel to work on: a new one, or the one that was begun with the same request."""
         files = zarr_group.place(self.out, 2**62 if self.out == "memory://" else self.memory)
-        if not isinstance(files, Folder) and self.scheduler != "threads":
+        if files.address is None and self.scheduler != "threads":
             raise InvalidRequestError("a kernel in RAM needs --scheduler threads (scheduler=); or give --out (out=)")
         with zarr_group.creating(files, self.out, KNOWN, self.options.overwrite, listener):
             if files.size(zarr_group.ROOT) is None:
@@ -366,17 +383,16 @@ class _Job:
         plan = self.plan()
         self._refuse_overflow()
         leaves = [leaf.path for leaf in self.rows.leaves] if self.options.by_leaf else []
-        if isinstance(files, Folder):
-            needed = expected_bytes(plan, leaves, np.dtype(self.dtype).itemsize, self.triangle)
-            free = machine.free_disk(files.root)
-            if needed > free:
-                raise InvalidRequestError(
-                    f"{self.out}: the kernel takes {format_size(needed)}, its disk has {format_size(free)} free; "
-                    "choose another disk (--out, out=), --triangle (triangle=True) or --dtype float32 (dtype=)"
-                )
+        needed = expected_bytes(plan, leaves, np.dtype(self.dtype).itemsize, self.triangle)
+        free = free_bytes(self.out)
+        if needed > free:
+            raise InvalidRequestError(
+                f"{self.out}: the kernel takes {format_size(needed)}, its disk has {format_size(free)} free; "
+                "choose another disk (--out, out=), --triangle (triangle=True) or --dtype float32 (dtype=)"
+            )
         attributes = {
             "kind": "kernel",
-            "stores": [_relative(s.path, self.out) for s in (self.rows, self.cols) if s is not None],
+            "stores": [relative(s.path, self.out) for s in (self.rows, self.cols) if s is not None],
             "fingerprint": self.requested,
             "resolved": {
                 "plan": plan.to_dict(),
@@ -412,13 +428,11 @@ class _Job:
 
     def run(self, kernel: Kernel, started: float, listener: Listener, stop: Callable[[], bool]) -> Kernel:
         """Run the missing items of this part, then finish groups whose items are all there."""
-        plan = kernel.plan
+        plan, before = kernel.plan, self.requests_before
         items = plan.items
         number, parts = self.part
         mine = range((number - 1) * len(items) // parts, number * len(items) // parts)
-        lock = (
-            Lock(kernel.files, mine.start, mine.stop - 1, listener, stop) if isinstance(kernel.files, Folder) else None
-        )
+        lock = None if kernel.files.address is None else Lock(kernel.files, mine.start, mine.stop - 1, listener, stop)
         with lock or contextlib.nullcontext():
             damaged = damaged_tiles(kernel)
             sweep_items(kernel, mine)
@@ -441,8 +455,7 @@ class _Job:
             results = self._execute(work, todo, listener, stop)
             spent = Spent.total([*repaired, *(r.spent for r in results), *self._finish(work, listener)])
             for folder in ("checkpoints", "partials"):
-                if isinstance(kernel.files, Folder):
-                    kernel.files.remove_folder(folder)
+                kernel.files.remove_folder(folder)
         tiles_computed = tiles_done(kernel) - tiles_before
         stored = self.rows.bytes_decoded + (0 if self.cols is None else self.cols.bytes_decoded)
         kernel.assembled = GramReport(
@@ -470,7 +483,10 @@ class _Job:
             expected_passes=plan.passes,
             rates=kernel.numerics.get("rates", {}),
             complete=kernel.complete,
+            requests=_requests(before, results),
         )
+        if todo or tiles_computed:
+            keep_run(kernel.ledger, "gram", {**kernel.report, "memory": self.memory})
         return kernel
 
     def _repair(
@@ -539,7 +555,7 @@ class _Job:
             passes=plan.passes,
             bytes_read=plan.bytes_expected,
             bytes_to_store=size,
-            bytes_free=machine.free_disk(self.out) if self.out != "memory://" else self.memory,
+            bytes_free=free_bytes(self.out) if self.out != "memory://" else self.memory,
             flops=plan.flops,
             memory=plan.memory_bytes,
             # Nothing is computed any more for a kernel that is complete.
@@ -554,6 +570,7 @@ class _Job:
             expected_seconds=seconds,
             expected_flops_per_second=speed,
             expected_seconds_lost_by_a_kill=min(interval, item_seconds),
+            expected_requests=expected_requests(plan, self.rows, self.cols, self.out, max(1, len(leaves)), self.share),
         )
 
     def _measured_speeds(self, plan: GramPlan) -> tuple[float, float]:
@@ -588,6 +605,15 @@ def _product_itemsize(engine: Engine, steps: Sequence[Step]) -> int:
     return int(max(engine.slab_dtype.itemsize, engine.factor_dtype.itemsize if steps else 0))
 
 
+def _requests(before: Counter[str], results: Sequence[ItemResult]) -> dict[str, int]:
+    """Requests of this process since `before`, and those of items in other ones."""
+    made = requests() - before
+    for result in results:
+        if result.pid != os.getpid():
+            made.update(result.requests)
+    return dict(made)
+
+
 def require_plan_of(kernel: Kernel, rows: JacobianStore, cols: JacobianStore | None) -> None:
     """Refuse a kernel that was planned for other stores, whatever its request says.
 
@@ -603,10 +629,3 @@ def require_plan_of(kernel: Kernel, rows: JacobianStore, cols: JacobianStore | N
             raise DamagedDataError("its leaves must be those of the stores")
     except DamagedDataError as error:
         raise DamagedDataError(f"{kernel.path}: its attributes are damaged: {error}") from error
-
-
-def _relative(store: str, kernel: str) -> str:
-    """A store's path relative to its kernel, so that both can be moved together."""
-    if "memory://" in (store, kernel):
-        return store
-    return os.path.relpath(os.path.abspath(store), os.path.abspath(kernel))

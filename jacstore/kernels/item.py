@@ -7,6 +7,7 @@ read.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -23,6 +24,7 @@ from jacstore.kernels.finish import partial_name, write_tiles
 from jacstore.kernels.plan.plan import GramPlan, Item, Step
 from jacstore.kernels.plan.reports import ItemResult, Spent
 from jacstore.kernels.slabs import Slabs, column_starts, group_ranges
+from jacstore.storage.buckets import requests
 from jacstore.storage.checkpoints import Checkpoints, NoCheckpoints, write_sums
 from jacstore.store.reader import JacobianStore
 from jacstore.store.unit_buffers import to_bfloat16
@@ -71,6 +73,7 @@ class ItemRun:
         self.partial_sums: dict[str, list[int]] = {}
 
     def run(self) -> ItemResult:
+        before = requests()
         # Numbers beyond their type become infinite; the comparison with the norms names them.
         with np.errstate(over="ignore", invalid="ignore"):
             # One item computes while another one writes.
@@ -83,7 +86,10 @@ class ItemRun:
         spent = self._with_times(read)
         self.kernel.ledger.record("item", self.item.number, {**spent.to_dict(), **self.partial_sums})
         self.checkpoints.clear()
-        return ItemResult(item=self.item.number, peak_rss=machine.peak_rss(), spent=spent)
+        made = dict(requests() - before)
+        return ItemResult(
+            item=self.item.number, peak_rss=machine.peak_rss(), pid=os.getpid(), requests=made, spent=spent
+        )
 
     def _with_times(self, read: Spent) -> Spent:
         """What was read, with the seconds that all of it took."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +13,12 @@ import numpy as np
 from jacstore.base.schema import Open, Reported, short_hash, typed
 from jacstore.errors import DamagedDataError, IncompleteError, InvalidRequestError
 from jacstore.kernels.metadata import KernelAttributes, check_kernel
-from jacstore.kernels.plan.arrays import layouts
+from jacstore.kernels.plan.arrays import WHOLE, layouts
 from jacstore.kernels.plan.reports import KernelInfo
 from jacstore.storage import zarr_group
+from jacstore.storage.buckets import joined, located
 from jacstore.storage.chunks import ArrayLayout, FileEncoder, FileRecord, check_file, decode, page_aligned, raw
-from jacstore.storage.files import Files, Folder
+from jacstore.storage.files import Files
 from jacstore.storage.indexing import resolve
 from jacstore.storage.kept_arrays import KeptFactorization, kept_factorizations
 from jacstore.storage.ledger import FORMAT_VERSION, Ledger, readable
@@ -85,13 +85,12 @@ class Kernel:
         self._tiles: dict[str, list[Any]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if not isinstance(self.files, Folder):
+        if self.files.address is None:
             raise InvalidRequestError(
                 "a kernel in RAM cannot go to other processes; assemble it on disk (--out, out=) or use "
                 "--scheduler threads (scheduler=)"
             )
-        # Absolute: a worker may have another working directory.
-        return (open_kernel, (os.path.abspath(self.path),))
+        return (open_kernel, (self.files.address,))
 
     def __repr__(self) -> str:
         state = "complete" if self.complete else "incomplete"
@@ -187,10 +186,39 @@ class Kernel:
         n, m, k = self.plan.rows.n_examples, self.plan.cols.n_examples, self.plan.n_outputs
         return self.array.reshape(n, k, m, k).transpose(0, 2, 1, 3)
 
+    def to_xarray(self) -> Any:
+        """The whole kernel as a lazy `xarray.DataArray` that knows the example and the output of every row and column.
+
+        Returns
+        -------
+        xarray.DataArray
+            Dimensions by mode: full `(row, column)` with the coordinates `example`, `output`, `other_example` and
+            `other_output` along them; trace `(example, other_example)`; diagonal `(output, example, other_example)`;
+            blocks `(example, output, other_output)`. Attributes say the mode, the path and the stores.
+
+        Raises
+        ------
+        ModuleNotFoundError
+            If xarray is not installed.
+        IncompleteError
+            If tiles are missing.
+        """
+        try:
+            import xarray
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"Kernel.to_xarray needs xarray ({error}): pip install 'jacstore[xarray]'"
+            ) from error
+        plan, attributes = self.plan, {"mode": self.mode, "path": self.path, "stores": self.store_paths}
+        coordinates = plan.mode.coordinates(plan.rows.n_examples, plan.cols.n_examples, plan.n_outputs)
+        return xarray.DataArray(
+            self.array, coordinates, plan.mode.dimensions, name=WHOLE, attrs={"long_name": "J Jᵀ", **attributes}
+        )
+
     @property
     def store_paths(self) -> list[str]:
         """Where the stores should be, seen from here; a kernel knows them by their place beside it."""
-        return [one if one == "memory://" else os.path.normpath(os.path.join(self.path, one)) for one in self.stores]
+        return [joined(self.path, one) for one in self.stores]
 
     def require_complete(self) -> None:
         """Refuse to go on with a kernel that is not finished."""
@@ -458,5 +486,5 @@ class _LazyKernel:
 
 
 def open_kernel(path: str) -> Kernel:
-    """Open a kernel on disk."""
-    return Kernel(Folder(path), str(path))
+    """Open a kernel on disk or in a bucket."""
+    return Kernel(located(path), str(path))

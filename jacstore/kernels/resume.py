@@ -15,7 +15,6 @@ from jacstore.kernels.finish import partial_name
 from jacstore.kernels.item import leaves_finished_by
 from jacstore.kernels.kernel import Kernel
 from jacstore.storage.checkpoints import checkpoint_names
-from jacstore.storage.files import Folder
 from jacstore.storage.ledger import FOLDER, Lock, record_name, sweep
 
 # Locks on the final sums of groups, numbered apart from items.
@@ -47,7 +46,7 @@ def sweep_items(kernel: Kernel, mine: range) -> None:
 
 def group_lock(kernel: Kernel, group: int, listener: Listener) -> contextlib.AbstractContextManager[Any]:
     """A claim on the sums of a group; a kernel in RAM needs none."""
-    if not isinstance(kernel.files, Folder):
+    if kernel.files.address is None:
         return contextlib.nullcontext()
     return Lock(kernel.files, FINISH + group, FINISH + group, listener)
 

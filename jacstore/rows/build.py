@@ -20,7 +20,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jacstore.base import machine
 from jacstore.base.budget import BUILD, WITHOUT_STORE, Budget
 from jacstore.base.devices import device, device_memory, local_devices, on_accelerator
 from jacstore.base.events import BatchDone, Listener, Started, silent
@@ -39,7 +38,9 @@ from jacstore.rows.row_check import RowCheck, leaves_checked
 from jacstore.rows.trace.cut import CutBackward, cut_before_products, cut_with_rows
 from jacstore.rows.unit import SpareBlocks, Unit, refuse_other_inputs
 from jacstore.storage import zarr_group
-from jacstore.storage.files import Folder, Memory, refuse_address
+from jacstore.storage.buckets import free_bytes, is_address, refuse_unknown
+from jacstore.storage.files import Memory
+from jacstore.storage.runs import keep_run
 from jacstore.store.arrays import factor_bytes
 from jacstore.store.codec_choice import fastest_codec, measured_disk_speed
 from jacstore.store.layout import StorePlan, plan_store
@@ -161,6 +162,8 @@ def build(
         batch_size=job.device_pass.batch_size if job.device_pass else None,
         batches_by_device=job.device_pass.batches if job.device_pass else [],
     )
+    if store.built.units_computed:
+        keep_run(store.ledger, "build", {**store.report, "memory": job.memory})
     return store
 
 
@@ -181,7 +184,7 @@ class _Job:
     def __init__(self, problem: Problem, out: str | Path | None, options: BuildOptions) -> None:
         self.options, self.memory = options, options.memory
         self.out = "memory://" if out is None else str(out)
-        refuse_address(self.out)
+        refuse_unknown(self.out)
         self.devices = local_devices(options.devices)
         self.prepared, self.shift = _restrict(prepare(problem, float64=options.float64), options)
         self._take(cut_before_products(self.prepared, options.layout, options.float64))
@@ -219,7 +222,7 @@ class _Job:
     def existing(self) -> JacobianStore | None:
         """The store to continue, if there is one: its resolved choices are kept."""
         files = zarr_group.place(self.out, self.memory)
-        if self.options.overwrite or not isinstance(files, Folder) or files.size(zarr_group.ROOT) is None:
+        if self.options.overwrite or files.address is None or files.size(zarr_group.ROOT) is None:
             return None
         return self._continued(JacobianStore(files, self.out))
 
@@ -260,7 +263,7 @@ class _Job:
         size = sum(values.nbytes for values in [*batch.rows, *batch.factors.values()])
         computing = seconds / size if device().platform == "cpu" else 0.0
         sample = [*batch.rows, *(v.reshape(len(v), 1, -1) for v in batch.factors.values() if v.dtype.kind != "i")]
-        return plan, fastest_codec(sample, disk_speed or measured_disk_speed(Path(self.out).absolute()), computing)
+        return plan, fastest_codec(sample, disk_speed or measured_disk_speed(self.out), computing)
 
     def choose(self) -> tuple[str, int]:
         """Codec and unit size for a new store."""
@@ -318,6 +321,9 @@ class _Job:
         spare = SpareBlocks(writer, min(2, len(missing), max(0, free // self._unit_bytes(writer))))
         passes = self.compile(writer.store.unit_size)
         held = writer.files.bytes_held
+        if writer.files.address and writer.files.copies:
+            # Objects are put from copies of a unit, up to all of it at once.
+            held += self._unit_bytes(writer)
         store = held + writer.bytes_expected if isinstance(writer.files, Memory) and writer.files.in_memory else 0
         overlap = self._overlap(self._unit_bytes(writer), writer.store.unit_size, held, store)
         if isinstance(writer.files, Memory):
@@ -428,15 +434,22 @@ class _Job:
         require_same(store, wanted, self.leaves, self.options.unit_size)
         return store
 
+    def _expected_requests(self, plan: StorePlan, begun: JacobianStore | None) -> dict[str, int]:
+        """Puts of the units that are missing; metadata, locks, and records that are read come on top."""
+        if not is_address(self.out):
+            return {}
+        missing = plan.n_units - (0 if begun is None else len(begun.ledger.done("unit")))
+        return {"put": missing * (replace(plan, factor_files=len(self.operands)).n_files // plan.n_units)}
+
     def describe(self) -> BuildForecast:
         """The plan as numbers, and whether storing pays against recomputing blocks of rows."""
         found = None if self.options.overwrite else self.begun()
         if found is not None:
             self.options = replace(self.options, unit_size=found.unit_size, codec=found.choices.codec)
         plan, codec = self.propose(DISK_SPEED)
-        in_ram = self.out == "memory://"
+        in_ram, copied = self.out == "memory://", plan.unit_bytes if is_address(self.out) else 0
         # A run that would be refused for want of memory is refused here as well.
-        overlap = self._overlap(plan.unit_bytes, plan.unit_size, 0, plan.bytes_stored if in_ram else 0)
+        overlap = self._overlap(plan.unit_bytes, plan.unit_size, copied, plan.bytes_stored if in_ram else 0)
         each = self.seconds_per_example()
         n, row_bytes = plan.n_examples, plan.bytes_stored
         seconds_device = n * each
@@ -454,7 +467,7 @@ class _Job:
             terms=leaf_table(self.leaves, self.operands, plan.n_outputs),
             leaves=len(self.leaves),
             bytes_to_store=row_bytes,
-            bytes_free=self.memory if in_ram else machine.free_disk(self.out),
+            bytes_free=self.memory if in_ram else free_bytes(self.out),
             bytes_dense=n * plan.n_outputs * sum(leaf.size for leaf in self.leaves) * 4,
             begun=found is not None,
             units_done=0 if found is None else len(found.ledger.done("unit")),
@@ -475,6 +488,7 @@ class _Job:
             expected_seconds_recompute=seconds_recomputed,
             expected_seconds_store=seconds_stored,
             storing_pays=seconds_stored < seconds_recomputed,
+            expected_requests=self._expected_requests(plan, found),
         )
 
 

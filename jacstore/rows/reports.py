@@ -48,6 +48,8 @@ class BuildForecast(Reported):
     expected_seconds_recompute: float
     expected_seconds_store: float
     storing_pays: bool
+    # Where the store is in a bucket, by kind.
+    expected_requests: dict[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,8 @@ class BuildReport(Reported):
     batch_size: int | None
     # Batches that each device computed.
     batches_by_device: list[int]
+    # Where the store is in a bucket, by kind.
+    requests: dict[str, int]
 
     @classmethod
     def of(cls: type[R], writer: StoreWriter, started: float, **more: Any) -> R:
@@ -96,6 +100,7 @@ class BuildReport(Reported):
             seconds_total=time.perf_counter() - started,
             peak_rss=machine.peak_rss(),
             codec=writer.store.choices.codec,
+            requests=writer.requests,
             **more,
         )
 

@@ -15,7 +15,7 @@ from jacstore.base.limits import LIMITS
 from jacstore.base.schema import Open, typed
 from jacstore.errors import DamagedDataError
 from jacstore.storage.chunks import raw
-from jacstore.storage.files import Files, Folder
+from jacstore.storage.files import Files
 from jacstore.storage.ledger import Ledger, record_name
 
 
@@ -45,14 +45,12 @@ class Checkpoints:
 
     def due(self) -> bool:
         """Whether writing a checkpoint now keeps checkpoints within their share of the time."""
-        return (
-            isinstance(self.kernel.files, Folder)
-            and time.perf_counter() - self.last > self.cost / LIMITS.checkpoint_share
-        )
+        spent = time.perf_counter() - self.last
+        return self.kernel.files.address is not None and spent > self.cost / LIMITS.checkpoint_share
 
     def save(self, slab: int, totals: Iterable[np.ndarray]) -> None:
         """Write the sums over all slabs before `slab`; they may be fetched one by one."""
-        if not isinstance(self.kernel.files, Folder) or slab == 0:
+        if self.kernel.files.address is None or slab == 0:
             return
         started = time.perf_counter()
         kind, name = f"checkpoint-{self.turn}", sums_name(self.item, self.turn)

@@ -27,7 +27,7 @@ PAUSE_SECONDS = 0.01
 @contextlib.contextmanager
 def held(path: Path) -> Iterator[None]:
     """Hold `path` inside the block; wait for whoever holds it."""
-    mine = _claim()
+    mine = claim()
     since, seen = time.monotonic(), ""
     while not _create(path, mine):
         found = _identity(path)
@@ -46,19 +46,19 @@ def held(path: Path) -> Iterator[None]:
                 path.unlink()
 
 
-def _claim() -> bytes:
+def claim() -> bytes:
     """A text that identifies this process and no other one."""
     return json.dumps({**machine.this_process(), "token": uuid.uuid4().hex}).encode()
 
 
-def _create(path: Path, claim: bytes) -> bool:
+def _create(path: Path, mine: bytes) -> bool:
     """Create a file unless there is one."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
     except FileExistsError:
         return False
     try:
-        os.write(descriptor, claim)
+        os.write(descriptor, mine)
     finally:
         os.close(descriptor)
     return True
@@ -84,13 +84,18 @@ def _identity(path: Path) -> str:
 
 
 def _is_dead(path: Path, unchanged: float) -> bool:
-    """Whether the holder is no more, as far as can be said after so many seconds in which nothing changed."""
     try:
-        owner = json.loads(path.read_bytes())
-        host, boot, pid, start = (owner[name] for name in ("host", "boot", "pid", "start"))
-        alive = machine.is_alive(host, boot, owner.get("space"), int(pid), start)
+        return is_dead(path.read_bytes(), unchanged)
     except FileNotFoundError:
         return False
+
+
+def is_dead(claimed: bytes, unchanged: float) -> bool:
+    """Whether the holder is no more, as far as can be said after so many seconds in which nothing changed."""
+    try:
+        owner = json.loads(claimed)
+        host, boot, pid, start = (owner[name] for name in ("host", "boot", "pid", "start"))
+        alive = machine.is_alive(host, boot, owner.get("space"), int(pid), start)
     except (ValueError, TypeError, KeyError):
         # Torn: its maker died, or is about to fill it.
         return unchanged > LIMITS.guard_stale_seconds

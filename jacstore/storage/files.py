@@ -23,7 +23,8 @@ from typing import BinaryIO, Protocol
 
 import numpy as np
 
-from jacstore.base import leaving
+from jacstore.base import leaving, machine
+from jacstore.base.limits import IO_THREADS
 from jacstore.base.machine import format_size
 from jacstore.errors import DamagedDataError, InvalidRequestError, JacstoreError
 from jacstore.storage import exclusive
@@ -39,6 +40,8 @@ DIRECT = getattr(os, "O_DIRECT", 0)
 REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
 # What it says of what it cannot flush, such as folders on CIFS and sshfs. There a rename lasts when the server says so.
 UNFLUSHED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+# What file systems without links say: FAT, some of FUSE and CIFS.
+UNLINKED = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
 # Bytes that are gathered to write past it what does not begin at a page.
 STAGED = 2**20
 
@@ -53,10 +56,36 @@ before_step: Callable[[str, str], None] = _no_step
 class Files(Protocol):
     """What a store or kernel needs from the place that holds its bytes."""
 
+    # Each is asked before a file is put in place; a lock that is held no more raises.
+    fences: list[Callable[[], None]]
+    # How many files are read or written at the same time.
+    at_once: int
+    # Whether a file is copied as a whole before it is written.
+    copies: bool
+
     @property
     def bytes_read(self) -> int: ...
     @property
     def bytes_held(self) -> int: ...
+    @property
+    def address(self) -> str | None:
+        """What opens the same place in another process; None for what only this one can see."""
+        ...
+
+    @property
+    def free(self) -> int:
+        """Bytes that may still be written there."""
+        ...
+
+    def guard(self, name: str) -> contextlib.AbstractContextManager[None]: ...
+    def entries(self, where: str) -> set[str]: ...
+    def clear(self, first: str) -> None: ...
+    def create(self, name: str, data: bytes) -> bool: ...
+    def replace(self, name: str, data: bytes, before: bytes) -> bool: ...
+    def window(self, name: str, first: int, last: int) -> memoryview | None: ...
+    def tree_bytes(self, folder: str) -> int: ...
+    def remove_tree(self, folder: str) -> None: ...
+    def remove_folder(self, name: str) -> None: ...
     def write(self, name: str, buffers: Iterable[Buffer], cached: bool = True) -> int: ...
     def sync_folders(self, names: Iterable[str]) -> None: ...
     def publish(self, name: str, data: bytes) -> None: ...
@@ -83,7 +112,7 @@ def refuse_address(given: str | Path) -> None:
     if str(given) != RAM and ADDRESS.match(str(given)):
         raise InvalidRequestError(
             f"{given} is an address; allowed are paths of this machine's files, and {RAM} for what is kept in RAM "
-            "(--out, out=)"
+            "(--out, out=); stores, kernels and predictions may also be in a bucket, s3://, gs:// or az://"
         )
 
 
@@ -93,15 +122,27 @@ class Folder:
     `write` leaves a file complete and flushed, but only a record that is published afterwards makes it count.
     """
 
+    at_once = IO_THREADS
+    copies = False
+
     def __init__(self, root: str | Path) -> None:
         if not is_path(str(root)):
             raise InvalidRequestError(f"{str(root)!r} is not a path; give the path of a folder (--out, out=)")
         refuse_address(root)
         self.root = Path(root)
         self.bytes_read = 0
-        # Each is asked before a file is put in place; a lock that is held no more raises.
         self.fences: list[Callable[[], None]] = []
         self._count = threading.Lock()
+
+    @property
+    def address(self) -> str:
+        """The absolute path: another process may have another working directory."""
+        return os.path.abspath(self.root)
+
+    @property
+    def free(self) -> int:
+        """Bytes free on its disk; none where nothing may be written."""
+        return machine.free_disk(self.root) if not self.root.exists() or os.access(self.root, os.W_OK) else 0
 
     @property
     def bytes_held(self) -> int:
@@ -137,11 +178,62 @@ class Folder:
             raise InvalidRequestError(f"{path} is not a file; move it away, or give another folder (--out, out=)")
         return path
 
+    def entries(self, where: str) -> set[str]:
+        """Names of the files and folders directly below the root.
+
+        Raises
+        ------
+        InvalidRequestError
+            If the root is a file.
+        """
+        if self.root.is_dir():
+            return {entry.name for entry in os.scandir(self.root)}
+        if self.root.exists():
+            raise InvalidRequestError(f"{where} is a file; give a folder that is new or empty (--out, out=)")
+        return set()
+
+    def clear(self, first: str) -> None:
+        """Delete everything below the root, `first` before the rest."""
+        clear_folder(self.root, first)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Put a small file in place unless there is one; whether there was none. It is not flushed."""
+        path = self.inside(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+        try:
+            temporary.write_bytes(data)
+            # Unlike a rename, a link takes no other file's place.
+            os.link(temporary, path)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in UNLINKED:
+                raise
+            return _create_exclusively(path, data)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return True
+
+    def replace(self, name: str, data: bytes, before: bytes) -> bool:
+        """Replace a small file that says `before`; whether it does. It is not flushed."""
+        path = self.inside(name)
+        try:
+            if self.read(name) != before:
+                return False
+        except FileNotFoundError:
+            return False
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+        temporary.write_bytes(data)
+        os.replace(temporary, path)
+        return True
+
     @contextlib.contextmanager
     def guard(self, name: str) -> Iterator[None]:
         """One process at a time is inside, whatever machine it runs on."""
         with contextlib.ExitStack() as stack:
             try:
+                self.inside(name).parent.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(exclusive.held(self.inside(f"{name}.held")))
             except OSError as error:
                 raise explain(error, self.root / name, 0) from error
@@ -301,6 +393,10 @@ class Folder:
             with self._count:
                 self.bytes_read += total
 
+    def window(self, name: str, first: int, last: int) -> memoryview | None:
+        """None: pieces are read one by one, each straight to where it is wanted."""
+        return None
+
     def size(self, name: str) -> int | None:
         """Bytes of a file; None if it is missing or something else."""
         try:
@@ -336,12 +432,38 @@ class Folder:
         with contextlib.suppress(OSError):
             (self.root / name).rmdir()
 
+    def tree_bytes(self, folder: str) -> int:
+        """Bytes of all files below a folder; one that another process removes meanwhile has none."""
+        total = 0
+        for path in (self.root / folder).rglob("*"):
+            with contextlib.suppress(FileNotFoundError):
+                total += path.stat().st_size if path.is_file() else 0
+        return total
+
+    def remove_tree(self, folder: str) -> None:
+        """Delete a folder with all that is in it, if it is there."""
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(self.inside(folder))
+        except OSError as error:
+            raise InvalidRequestError(
+                f"{self.root / folder} cannot be removed ({error.strerror}); check its permissions"
+            ) from error
+
 
 class Memory:
-    """The same in RAM; what goes beyond `limit` bytes moves everything to a temporary folder."""
+    """The same in RAM; what goes beyond `limit` bytes moves everything to a temporary folder.
+
+    Nobody else can open it: it needs no locks, and what is kept beside it is lost with it.
+    """
+
+    at_once = IO_THREADS
+    copies = True
+    address = None
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
+        self.fences: list[Callable[[], None]] = []
         self.root: Path | None = None
         self._bytes_read = 0
         self._held: dict[str, bytes] = {}
@@ -352,6 +474,54 @@ class Memory:
     @property
     def bytes_read(self) -> int:
         return self._bytes_read + (self._folder.bytes_read if self._folder else 0)
+
+    @property
+    def free(self) -> int:
+        """No limit: what does not fit goes to a temporary folder."""
+        return 2**62
+
+    @contextlib.contextmanager
+    def guard(self, name: str) -> Iterator[None]:
+        """Nobody else is there."""
+        yield
+
+    def entries(self, where: str) -> set[str]:
+        with self._lock:
+            return {name.split("/")[0] for name in self._held}
+
+    def clear(self, first: str) -> None:
+        for name in list(self._held):
+            self.remove(name)
+
+    def create(self, name: str, data: bytes) -> bool:
+        with self._lock:
+            if self.size(name) is not None:
+                return False
+            self.write(name, [data])
+            return True
+
+    def replace(self, name: str, data: bytes, before: bytes) -> bool:
+        with self._lock:
+            if self.size(name) is None or self.read(name) != before:
+                return False
+            self.write(name, [data])
+            return True
+
+    def window(self, name: str, first: int, last: int) -> memoryview | None:
+        """None: nothing is gained."""
+        return None
+
+    def tree_bytes(self, folder: str) -> int:
+        with self._lock:
+            return sum(len(data) for name, data in self._held.items() if name.startswith(folder + "/"))
+
+    def remove_tree(self, folder: str) -> None:
+        for name in list(self._held):
+            if name.startswith(folder + "/"):
+                self.remove(name)
+
+    def remove_folder(self, name: str) -> None:
+        """There are no folders."""
 
     @property
     def in_memory(self) -> bool:
@@ -428,6 +598,16 @@ class Memory:
             self._total -= len(self._held.pop(name, b""))
         if self._folder:
             self._folder.remove(name)
+
+
+def _create_exclusively(path: Path, data: bytes) -> bool:
+    """Create a file where there are no links; a reader may see it half written."""
+    try:
+        with open(path, "xb") as file:
+            file.write(data)
+    except FileExistsError:
+        return False
+    return True
 
 
 def clear_folder(path: Path, first: str) -> None:

@@ -6,15 +6,14 @@ They only save time: all of them can be computed again from the kernel.
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from jacstore.base.events import silent
 from jacstore.base.schema import Open, typed
-from jacstore.errors import DamagedDataError, InvalidRequestError
-from jacstore.storage.files import Files, Folder
+from jacstore.errors import DamagedDataError
+from jacstore.storage.files import Files
 from jacstore.storage.ledger import Ledger, Lock, sweep
 
 FACTORS = "factors"
@@ -71,11 +70,12 @@ def read_record(ledger: Ledger, method: str) -> FactorRecord | None:
 
 def kept_factorizations(files: Files, ledger: Ledger, content: Callable[[], str]) -> list[KeptFactorization]:
     """The factorizations kept in a kernel's folder; `content` returns the hash of the kernel's present bytes."""
-    if not isinstance(files, Folder):
+    if files.address is None:
         return []
     found = []
-    for method in ARRAYS:
-        record, size = read_record(ledger, method), _size(files, method)
+    for method, arrays in ARRAYS.items():
+        record = read_record(ledger, method)
+        size = sum(files.tree_bytes(f"{FACTORS}/{array}") for array in arrays)
         if record is not None or size:
             usable = record is not None and record.of == content()
             alpha = None if record is None else record.alpha
@@ -83,7 +83,7 @@ def kept_factorizations(files: Files, ledger: Ledger, content: Callable[[], str]
     return found
 
 
-def drop_factorizations(files: Folder, ledger: Ledger) -> None:
+def drop_factorizations(files: Files, ledger: Ledger) -> None:
     """Remove the factorizations that are kept.
 
     Raises
@@ -99,26 +99,6 @@ def drop_factorizations(files: Folder, ledger: Ledger) -> None:
             # The record goes first: files without a record are never taken for a factorization.
             ledger.forget(record_kind(method), NUMBER)
             for array in ARRAYS[method]:
-                _remove_tree(files, f"{FACTORS}/{array}")
-    if not any((files.root / FACTORS / array).exists() for arrays in ARRAYS.values() for array in arrays):
-        _remove_tree(files, FACTORS)
-
-
-def _size(files: Folder, method: str) -> int:
-    """Bytes of a method's files; one that another process removes meanwhile has none."""
-    total = 0
-    for array in ARRAYS[method]:
-        for path in (files.root / FACTORS / array).rglob("*"):
-            with contextlib.suppress(FileNotFoundError):
-                total += path.stat().st_size if path.is_file() else 0
-    return total
-
-
-def _remove_tree(files: Folder, name: str) -> None:
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(files.inside(name))
-    except OSError as error:
-        raise InvalidRequestError(
-            f"{files.root / name} cannot be removed ({error.strerror}); check its permissions"
-        ) from error
+                files.remove_tree(f"{FACTORS}/{array}")
+    if not any(files.tree_bytes(f"{FACTORS}/{array}") for arrays in ARRAYS.values() for array in arrays):
+        files.remove_tree(FACTORS)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import re
 import threading
 import time
@@ -31,11 +30,11 @@ from jacstore.errors import (
     RequestMismatchError,
     RunInterruptedError,
 )
-from jacstore.storage.files import Files, Folder, explain
+from jacstore.storage.buckets import is_address, located
+from jacstore.storage.files import RAM, Files, explain
 
 FORMAT_VERSION = 1
 FOLDER = "ledger"
-HEARTBEAT_SECONDS = 5.0
 
 Record = TypeVar("Record")
 
@@ -182,6 +181,8 @@ class Fence:
     def _said(self) -> bytes:
         """What the lock says; nothing if it is gone."""
         try:
+            if is_address(self.folder):
+                return located(self.folder).read(self.name)
             with open(Path(self.folder, self.name), "rb") as file:
                 return file.read()
         except (FileNotFoundError, NotADirectoryError):
@@ -221,16 +222,18 @@ class Lock:
     """
 
     def __init__(
-        self, folder: Folder, first: int, last: int, listener: Listener, stop: Callable[[], bool] = lambda: False
+        self, files: Files, first: int, last: int, listener: Listener, stop: Callable[[], bool] = lambda: False
     ) -> None:
-        self.files, self.folder = folder, folder.root / FOLDER
-        self.claim = {"first": first, "last": last}
-        self.path = folder.root / self.name(first, last)
+        self.files, self.claim = files, {"first": first, "last": last}
+        self.file = self.name(first, last)
+        # Nobody else can see, or want, what has no address.
+        self._where = files.address or RAM
         self._listener, self._asked_to_stop = listener, stop
         self._token = uuid.uuid4().hex
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._owner: dict[str, Any] = {}
+        self._said = b""
         self._lost = False
         self._writing = threading.Lock()
         self._fence = self.fence
@@ -238,14 +241,12 @@ class Lock:
     @property
     def fence(self) -> Fence:
         """What a worker needs to know whether this lock is still held."""
-        return Fence(folder=str(self.files.root.absolute()), name=f"{FOLDER}/{self.path.name}", token=self._token)
+        return Fence(folder=self._where, name=self.file, token=self._token)
 
     def announce_end(self) -> None:
         """Tell those who work under this lock elsewhere to save what they have and stop."""
         with contextlib.suppress(OSError, InvalidRequestError), self._writing:
-            self._fence.require()
-            self._owner["ending"] = True
-            self._replace()
+            self._replace(ending=True)
 
     def lost(self) -> bool:
         """Whether another run holds what this one held; seen by the heartbeat."""
@@ -258,13 +259,12 @@ class Lock:
 
     def __enter__(self) -> Lock:
         try:
-            self.files.inside(f"{FOLDER}/.guard").parent.mkdir(parents=True, exist_ok=True)
             while not self._try_claim():
                 pass
         except JacstoreError:
             raise
         except OSError as error:
-            raise explain(error, self.folder, 0) from error
+            raise explain(error, Path(self._where, FOLDER), 0) from error
         self.files.fences.append(self._fence.require)
         self._thread = threading.Thread(target=self._beat, name="jacstore-heartbeat", daemon=True)
         self._thread.start()
@@ -282,23 +282,22 @@ class Lock:
         if self._thread is not None:
             self._thread.join()
         with contextlib.suppress(OSError, InvalidRequestError):
-            owner = self._read(self.path)
+            owner = self._read(self.file)
             if owner is not None and owner.token == self._token:
-                self.path.unlink(missing_ok=True)
+                self.files.remove(self.file)
 
     def _try_claim(self) -> bool:
         """Claim the range unless a live process holds an overlapping one; wait for locks of other hosts."""
         with self._guard():
-            remote = [path for path in self._overlapping() if not self._take_over(path)]
+            remote = [name for name in self._overlapping() if not self._take_over(name)]
             if not remote:
-                self._write()
-                return True
-        for path in remote:
-            owner = self._watch(path)
+                return self._write()
+        for name in remote:
+            owner = self._watch(name)
             with self._guard():
                 # Somebody else may have watched it too and taken it over by now.
-                if self._bytes(path) == owner:
-                    path.unlink(missing_ok=True)
+                if self._bytes(name) == owner:
+                    self.files.remove(name)
         return False
 
     @contextlib.contextmanager
@@ -307,86 +306,87 @@ class Lock:
         with self.files.guard(f"{FOLDER}/.guard"):
             yield
 
-    def _overlapping(self) -> list[Path]:
+    def _overlapping(self) -> list[str]:
         found = []
-        for path in sorted(self.folder.glob("lock-*.json")):
-            matched = re.fullmatch(r"lock-([0-9]{7,19})-([0-9]{7,19})\.json", path.name)
+        for name in self.files.names(FOLDER):
+            matched = re.fullmatch(r"lock-([0-9]{7,19})-([0-9]{7,19})\.json", name)
             if matched and int(matched[1]) <= self.claim["last"] and self.claim["first"] <= int(matched[2]):
-                found.append(path)
+                found.append(f"{FOLDER}/{name}")
         return found
 
-    def _bytes(self, path: Path) -> bytes:
+    def _bytes(self, name: str) -> bytes:
         """The bytes of a lock file; empty if it is gone."""
         try:
-            return self.files.read(f"{FOLDER}/{path.name}")
+            return self.files.read(name)
         except FileNotFoundError:
             return b""
 
-    def _read(self, path: Path) -> Owner | None:
+    def _read(self, name: str) -> Owner | None:
         """The owner that a lock names; None if the file is gone or torn."""
         try:
-            return typed(Owner, parse(self._bytes(path), path.name), path.name)
+            return typed(Owner, parse(self._bytes(name), name), name)
         except DamagedDataError:
             return None
 
-    def _take_over(self, path: Path) -> bool:
+    def _take_over(self, name: str) -> bool:
         """Remove the lock of a dead owner; False if it cannot be judged from here whether the owner is dead."""
-        owner = self._read(path)
+        owner = self._read(name)
         if owner is None:
             # Torn: its writer died between creating and filling it.
-            path.unlink(missing_ok=True)
+            self.files.remove(name)
             return True
         alive = machine.is_alive(owner.host, owner.boot, owner.space, owner.pid, owner.start)
         if alive is None:
             return False
         if alive:
             raise LockedError(
-                f"{path.parent.parent} is being worked on by process {owner.pid} on this host; wait for it, "
+                f"{self._where} is being worked on by process {owner.pid} on this host; wait for it, "
                 "stop it, or work on another part (--part I/N, part=)"
             )
-        path.unlink(missing_ok=True)
+        self.files.remove(name)
         return True
 
-    def _watch(self, path: Path) -> bytes:
+    def _watch(self, name: str) -> bytes:
         """Wait until a foreign lock is gone or its heartbeat has stood still long enough; return what it said."""
-        owner = self._bytes(path)
-        named = self._read(path)
+        owner = self._bytes(name)
+        named = self._read(name)
         if named is None:
             return owner
         host = named.host
         stale = LIMITS.lock_stale_seconds
-        self._listener(Waiting(reason=f"{path.name} was left by host {host}; waiting {stale:.0f} s for its heartbeat"))
+        file = name.removeprefix(f"{FOLDER}/")
+        self._listener(Waiting(reason=f"{file} was left by host {host}; waiting {stale:.0f} s for its heartbeat"))
         until = time.monotonic() + stale
         while time.monotonic() < until:
             if self._asked_to_stop():
                 raise RunInterruptedError("interrupted while waiting for a lock")
-            if not path.exists():
+            said = self._bytes(name)
+            if not said:
                 return owner
-            if self._bytes(path) != owner:
-                raise LockedError(
-                    f"{path.parent.parent} is being worked on by host {host}; wait for it or stop it there"
-                )
+            if said != owner:
+                raise LockedError(f"{self._where} is being worked on by host {host}; wait for it or stop it there")
             time.sleep(min(0.2, stale))
         return owner
 
-    def _write(self) -> None:
-        owner = {**machine.this_process(), "token": self._token, "beat": 0} | self.claim
-        self._owner = owner
-        self._replace()
+    def _write(self) -> bool:
+        """Put the lock in place; False if there is one after all."""
+        self._owner = {**machine.this_process(), "token": self._token, "beat": 0} | self.claim
+        self._said = json.dumps(self._owner).encode()
+        return self.files.create(self.file, self._said)
 
-    def _replace(self) -> None:
-        temporary = self.path.with_name(f".{self.path.name}.{self._token[:8]}.tmp")
-        temporary.write_text(json.dumps(self._owner))
-        os.replace(temporary, self.path)
+    def _replace(self, **changed: Any) -> bool:
+        """Change what the lock says; False if another process has, or it is gone."""
+        owner = self._owner | changed
+        said = json.dumps(owner).encode()
+        if not self.files.replace(self.file, said, self._said):
+            return False
+        self._owner, self._said = owner, said
+        return True
 
     def _beat(self) -> None:
-        while not self._stop.wait(HEARTBEAT_SECONDS):
+        while not self._stop.wait(LIMITS.heartbeat_seconds):
             # An error of the file system says nothing about who holds it.
             with contextlib.suppress(OSError, InvalidRequestError), self._writing:
-                try:
-                    self._fence.require()
-                except LockedError:
+                if not self._replace(beat=self._owner["beat"] + 1):
                     self._lost = True
                     return
-                self._owner["beat"] += 1
-                self._replace()

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import json
-import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import zarr
 from zarr.codecs import BloscCodec, Crc32cCodec
+from zarr.storage import MemoryStore
 
 from jacstore.base.events import Listener
 from jacstore.base.schema import short_hash
 from jacstore.errors import DamagedDataError, InvalidRequestError, JacstoreError
+from jacstore.storage.buckets import located
 from jacstore.storage.chunks import BLOSC_LEVELS, ArrayLayout
-from jacstore.storage.files import Files, Folder, Memory, clear_folder, explain, sync_path
+from jacstore.storage.files import Files, Folder, Memory, explain, sync_path
 from jacstore.storage.ledger import FOLDER, FORMAT_VERSION, Lock, read_json
 
 ROOT = "zarr.json"
@@ -40,7 +42,9 @@ def create(
     """Make the arrays, then the root group with its attributes. In RAM only the attributes are kept."""
     attributes = {"format_version": FORMAT_VERSION, "sealed": True, **attributes}
     attributes["checksum"] = {"of": sorted(attributes), "blake2b": short_hash(attributes)}
-    if isinstance(files, Folder):
+    if files.address is None:
+        files.publish(ROOT, json.dumps({"attributes": attributes}).encode())
+    elif isinstance(files, Folder):
         # The ledger is a group too: readers would warn of a folder that is none.
         try:
             for group in (FOLDER, *groups):
@@ -57,11 +61,16 @@ def create(
         except OSError as error:
             raise explain(error, files.root, 0) from error
     else:
-        files.publish(ROOT, json.dumps({"attributes": attributes}).encode())
+        _put_metadata(files, layouts, [FOLDER, *groups])
+        # Whoever creates at the same time finds this one, and compares its request with it.
+        files.create(ROOT, _metadata(lambda store: zarr.create_group(store, zarr_format=3, attributes=attributes)))
 
 
-def add(files: Folder, group: str, layouts: Sequence[ArrayLayout]) -> None:
+def add(files: Files, group: str, layouts: Sequence[ArrayLayout]) -> None:
     """Make arrays anew below a group of a finished store or kernel; their names begin with the group's."""
+    if not isinstance(files, Folder):
+        _put_metadata(files, layouts, [group])
+        return
     try:
         if files.size(f"{group}/{ROOT}") is None:
             zarr.create_group(files.about_to_create(f"{group}/{ROOT}").parent, zarr_format=3)
@@ -74,7 +83,23 @@ def add(files: Folder, group: str, layouts: Sequence[ArrayLayout]) -> None:
         raise explain(error, files.root / group, 0) from error
 
 
-def _create_array(path: Path, layout: ArrayLayout) -> None:
+def _put_metadata(files: Files, layouts: Sequence[ArrayLayout], groups: Sequence[str]) -> None:
+    """The metadata of groups and arrays as Zarr writes it, one put each."""
+    for group in groups:
+        files.write(f"{group}/{ROOT}", [_metadata(lambda store: zarr.create_group(store, zarr_format=3))])
+    for layout in layouts:
+        files.write(f"{layout.name}/{ROOT}", [_metadata(functools.partial(_create_array, layout=layout))])
+
+
+def _metadata(create: Callable[[Any], Any]) -> bytes:
+    """What Zarr writes as the metadata of a group or an array."""
+    written: dict[str, Any] = {}
+    create(MemoryStore(written))
+    data: bytes = written[ROOT].to_bytes()
+    return data
+
+
+def _create_array(store: Path | MemoryStore, layout: ArrayLayout) -> None:
     compressors: list[Any] = []
     if layout.codec != "none":
         # A string: the enumeration of names is callable in some versions of zarr and not in others.
@@ -82,7 +107,7 @@ def _create_array(path: Path, layout: ArrayLayout) -> None:
         compressors.append(BloscCodec(cname=name, clevel=BLOSC_LEVELS[layout.codec], shuffle="bitshuffle"))
     file_shape = tuple(p * n for p, n in zip(layout.piece, layout.per_file, strict=True))
     zarr.create_array(
-        path,
+        store,
         shape=layout.shape,
         chunks=layout.piece,
         shards=file_shape if layout.sharded else None,
@@ -133,8 +158,8 @@ def read_attributes(files: Files, where: str) -> dict[str, Any]:
 
 
 def place(out: str | Path | None, memory: int) -> Files:
-    """Where a store or kernel lives: a folder, or RAM for None and `memory://`."""
-    return Memory(memory) if out is None or str(out) == "memory://" else Folder(out)
+    """Where a store or kernel lives: a folder, a place in a bucket, or RAM for None and `memory://`."""
+    return Memory(memory) if out is None or str(out) == "memory://" else located(out)
 
 
 @contextlib.contextmanager
@@ -146,15 +171,14 @@ def creating(files: Files, where: str, known: Sequence[str], overwrite: bool, li
     InvalidRequestError
         If the folder holds anything that jacstore did not make.
     """
-    if not isinstance(files, Folder):
+    if files.address is None:
         yield
         return
     try:
-        if overwrite and files.root.exists():
+        if overwrite:
             _clear(files, where, known, listener)
         for name in _refuse_foreign(files, where, known):
             files.remove(name)
-        files.inside(f"{FOLDER}/.creating").parent.mkdir(parents=True, exist_ok=True)
     except JacstoreError:
         raise
     except OSError as error:
@@ -165,8 +189,8 @@ def creating(files: Files, where: str, known: Sequence[str], overwrite: bool, li
         yield
 
 
-def begun(out: str | Path | None, memory: int, known: Sequence[str]) -> Folder | None:
-    """The folder that a run would continue, without writing to it; None if the run would begin a new one.
+def begun(out: str | Path | None, memory: int, known: Sequence[str]) -> Files | None:
+    """The files that a run would continue, without writing to it; None if the run would begin a new one.
 
     Raises
     ------
@@ -174,32 +198,30 @@ def begun(out: str | Path | None, memory: int, known: Sequence[str]) -> Folder |
         If the folder holds anything that jacstore did not make.
     """
     files = place(out, memory)
-    if not isinstance(files, Folder):
+    if files.address is None:
         return None
     _refuse_foreign(files, str(out), known)
     return None if files.size(ROOT) is None else files
 
 
-def _refuse_foreign(files: Folder, where: str, known: Sequence[str]) -> set[str]:
+def _refuse_foreign(files: Files, where: str, known: Sequence[str]) -> set[str]:
     """Refuse a folder with foreign files; return the temporary files of Zarr that a kill during creation left."""
-    dead: set[str] = set()
-    if files.root.is_dir():
-        names = {entry.name for entry in os.scandir(files.root)}
-        dead = {name for name in names if name.startswith("zarr.") and name.endswith(".partial")}
-        foreign = sorted(names - dead - {*known, FOLDER, ROOT})
-        if foreign:
-            raise InvalidRequestError(
-                f"{where} holds {foreign[0]!r}, not written by jacstore; give another folder (--out, out=)"
-            )
-    elif files.root.exists():
-        raise InvalidRequestError(f"{where} is a file; give a folder that is new or empty (--out, out=)")
+    names = files.entries(where)
+    dead = {name for name in names if name.startswith("zarr.") and name.endswith(".partial")}
+    foreign = sorted(names - dead - {*known, FOLDER, ROOT})
+    if foreign:
+        raise InvalidRequestError(
+            f"{where} holds {foreign[0]!r}, not written by jacstore; give another folder (--out, out=)"
+        )
     return dead
 
 
-def _clear(files: Folder, where: str, known: Sequence[str], listener: Listener) -> None:
+def _clear(files: Files, where: str, known: Sequence[str], listener: Listener) -> None:
     """Delete what `--overwrite` replaces, unless a live process works on it."""
     _refuse_foreign(files, where, known)
+    if not files.entries(where):
+        return
     if files.size(ROOT) is not None:
         read_attributes(files, where)
     with Lock(files, 0, 10**7 - 1, listener):
-        clear_folder(files.root, ROOT)
+        files.clear(ROOT)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,14 +17,15 @@ from typing import Any
 import dask.array as da
 import numpy as np
 
-from jacstore.base.limits import IO_THREADS, LIMITS
+from jacstore.base.limits import LIMITS
 from jacstore.base.precision import compute_dtype, stored_error
 from jacstore.base.schema import Open, Reported, short_hash, typed
 from jacstore.base.threads import all_done
 from jacstore.errors import DamagedDataError, IncompleteError, InvalidRequestError
 from jacstore.storage import zarr_group
+from jacstore.storage.buckets import located
 from jacstore.storage.chunks import ArrayLayout, FileRecord, check_file, decode, raw
-from jacstore.storage.files import Files, Folder
+from jacstore.storage.files import Files
 from jacstore.storage.indexing import resolve
 from jacstore.storage.ledger import FORMAT_VERSION, Ledger, readable, record_name
 from jacstore.store.arrays import operand_array, operand_name
@@ -61,6 +61,10 @@ class UnitRecord(Open):
     rounding: Rounding | None = None
     # A hash of the inputs; rows that came from outside may have none, or a fact of that name.
     inputs: Any = None
+
+
+# Where a window of a file begins, and its bytes; None where pieces are read one by one.
+_Window = tuple[int, memoryview | None]
 
 
 class JacobianStore:
@@ -118,13 +122,12 @@ class JacobianStore:
         return replace(constant, source=known)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if not isinstance(self.files, Folder):
+        if self.files.address is None:
             raise InvalidRequestError(
                 "a store in RAM cannot go to other processes; build it on disk (--out, out=) or use "
                 "--scheduler threads (scheduler=)"
             )
-        # Absolute: a worker may have another working directory.
-        return (open_store, (os.path.abspath(self.path),))
+        return (open_store, (self.files.address,))
 
     def __repr__(self) -> str:
         return (
@@ -391,7 +394,8 @@ class JacobianStore:
     def read(self, array: str, start: int, stop: int, first: int, last: int, out: np.ndarray) -> None:
         """Read columns `first` to `last` of a stored array's last axis for a range of examples, all else whole.
 
-        Pieces are read by `IO_THREADS` threads, each checked against the ledger.
+        Files are read by several threads, each piece checked against the ledger. What a region needs of an object in a
+        bucket is one request.
         """
         layout = self.layouts[array]
         file_columns = layout.piece[-1] * layout.per_file[-1]
@@ -401,7 +405,7 @@ class JacobianStore:
             for file in range(first // file_columns, -(-last // file_columns))
         ]
         if self._readers is None:
-            self._readers = ThreadPoolExecutor(IO_THREADS, "jacstore-read")
+            self._readers = ThreadPoolExecutor(self.files.at_once, "jacstore-read")
         region = (start, stop, first, last)
         all_done(self._readers, lambda task: self._read_file(layout, task[0], task[1], region, out), tasks)
 
@@ -417,13 +421,21 @@ class JacobianStore:
         a, b = max(start, unit_start), min(stop, unit_start + self.unit_size)
         width = layout.piece[-1]
         piece = self._buffer("piece", layout.piece, layout.dtype)
+        # Read with its first piece, so that what is wrong with the file is said of a place in it.
+        window: _Window = (0, None)
+        left_in_window, most = 0, max(1, LIMITS.window_bytes // layout.piece_bytes)
         for index, where in layout.pieces_within(at, first, last):
             left = where[-1].start
             c, d = max(first, left), min(last, where[-1].stop)
             if c >= d:
                 continue
             try:
-                self._read_piece(name, FileRecord.piece_of(listed, index), layout, piece)
+                if not left_in_window:
+                    ahead = layout.pieces_within(at, max(first, left), last)
+                    wanted = [n for n, _ in itertools.islice(ahead, most)]
+                    window, left_in_window = self._window(name, listed, wanted), len(wanted)
+                left_in_window -= 1
+                self._read_piece(name, FileRecord.piece_of(listed, index), layout, piece, window)
             except DamagedDataError as error:
                 self.mark(unit)
                 raise self._damaged(unit, layout.name, where[-1], str(error)) from error
@@ -437,8 +449,25 @@ class JacobianStore:
             with self._lock:
                 self.decoded_bytes_read += count
 
-    def _read_piece(self, name: str, record: tuple[int, int, int], layout: ArrayLayout, piece: np.ndarray) -> None:
+    def _window(self, name: str, listed: list[Any], wanted: list[int]) -> _Window:
+        """The bytes of neighbouring pieces of a file, where that is read by one request."""
+        start = FileRecord.piece_of(listed, wanted[0])[0]
+        offset, size, _ = FileRecord.piece_of(listed, wanted[-1])
+        return start, self.files.window(name, start, offset + size)
+
+    def _read_piece(
+        self,
+        name: str,
+        record: tuple[int, int, int],
+        layout: ArrayLayout,
+        piece: np.ndarray,
+        window: _Window = (0, None),
+    ) -> None:
         offset, size, _ = record
+        start, held = window
+        if held is not None:
+            decode(held[offset - start : offset - start + size], record, piece, layout, name)
+            return
         if layout.codec == "none" and size == piece.nbytes:
             body = raw(piece)
         else:
@@ -593,5 +622,5 @@ def _largest_rounding(records: Iterable[UnitRecord]) -> dict[str, Any]:
 
 
 def open_store(path: str) -> JacobianStore:
-    """Open a store on disk."""
-    return JacobianStore(Folder(path), str(path))
+    """Open a store on disk or in a bucket."""
+    return JacobianStore(located(path), str(path))

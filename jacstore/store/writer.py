@@ -17,14 +17,15 @@ import numpy as np
 from jacstore.base import machine
 from jacstore.base.budget import Budget
 from jacstore.base.events import Listener, UnitDone, silent
-from jacstore.base.limits import CODECS, DTYPES, IO_THREADS
+from jacstore.base.limits import CODECS, DTYPES
 from jacstore.base.machine import format_size
 from jacstore.base.options import parse_count, parse_word
 from jacstore.base.threads import all_done
 from jacstore.errors import InvalidRequestError, NonFiniteError
 from jacstore.storage import zarr_group
+from jacstore.storage.buckets import is_address, requests
 from jacstore.storage.chunks import ArrayLayout, FileEncoder, FileRecord
-from jacstore.storage.files import Files, Folder, Memory
+from jacstore.storage.files import Files, Memory
 from jacstore.storage.ledger import Lock, sweep
 from jacstore.store.arrays import array_layouts, factor_bytes, operand_array
 from jacstore.store.constants import GROUP, constant_layout, constants_of, keep_constants
@@ -90,6 +91,7 @@ class StoreWriter:
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self._stop, self._entered = stop, False
+        self._requests_before = requests()
         self.leaves, self.operands = _as_leaves(leaves), tuple(operands)
         unknown = {name for leaf in self.leaves for name in leaf.operands} - {o.name for o in self.operands}
         if unknown:
@@ -137,7 +139,7 @@ class StoreWriter:
         self._cached = 2 * self.store.bytes_decoded <= machine.available_memory()
 
     def __enter__(self) -> StoreWriter:
-        if isinstance(self.files, Folder) and self.units:
+        if self.files.address is not None and self.units:
             self._lock = Lock(self.files, self.units.start, self.units.stop - 1, self.listener, self._stop)
             self._lock.__enter__()
         try:
@@ -163,6 +165,11 @@ class StoreWriter:
     def missing(self) -> list[tuple[int, int]]:
         """Example ranges of this part's units that are not finished, in order."""
         return [self.store.unit_range(unit) for unit in self.units if unit not in self._done]
+
+    @property
+    def requests(self) -> dict[str, int]:
+        """Requests to buckets that this process has made since this writer began, by kind."""
+        return dict(requests() - self._requests_before)
 
     @property
     def bytes_expected(self) -> int:
@@ -316,7 +323,7 @@ class StoreWriter:
 
     def _workers(self) -> ThreadPoolExecutor:
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(IO_THREADS, "jacstore-write")
+            self._pool = ThreadPoolExecutor(self.files.at_once, "jacstore-write")
         return self._pool
 
     def _write_files(
@@ -376,7 +383,7 @@ class StoreWriter:
 
 def refuse_small_disk(where: str, plan: StorePlan) -> None:
     """Refuse a store whose rows are larger than the free space of its disk."""
-    if where == "memory://":
+    if where == "memory://" or is_address(where):
         return
     free = machine.free_disk(where)
     # Compression seldom halves float rows, and less can be promised of none.

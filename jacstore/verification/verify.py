@@ -7,7 +7,6 @@ folder can be written, and the next build or gram recomputes just that.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +22,8 @@ from jacstore.kernels.kernel import Kernel
 from jacstore.problem.loading import load_target
 from jacstore.problem.problem import Problem
 from jacstore.problem.torch_problem import TorchProblem
+from jacstore.storage.buckets import normal
+from jacstore.storage.runs import keep_run
 from jacstore.store.reader import JacobianStore, open_store
 from jacstore.verification.kernel_checks import KernelChecks
 from jacstore.verification.report import FAILED, OK, Check, Report, Tally, skipped
@@ -88,13 +89,15 @@ def verify(
                 "--target: a kernel is verified by its store (--store, store=); verify the store by --target"
             )
         checks, marked = _verify_kernel(found, store, samples, full, budget, draw)
-    return Report(
+    report = Report(
         path=found.path,
         kind="store" if isinstance(found, JacobianStore) else "kernel",
         checks=tuple(checks),
         to_recompute=tuple(marked),
         seconds_total=time.perf_counter() - started,
     )
+    keep_run(found.ledger, "verify", report.to_dict())
+    return report
 
 
 def _afresh(given: JacobianStore | Kernel | str | Path) -> JacobianStore | Kernel:
@@ -166,7 +169,7 @@ def _stores_of(kernel: Kernel, given: Stores | None) -> tuple[list[JacobianStore
     stores = []
     for place, identity in zip(places, wanted, strict=True):
         try:
-            store = _afresh(place) if isinstance(place, JacobianStore) else open_store(os.path.normpath(place))
+            store = _afresh(place) if isinstance(place, JacobianStore) else open_store(normal(place))
             assert isinstance(store, JacobianStore)
             store.require_complete()
             same = store.identity() == identity

@@ -194,9 +194,13 @@ class Knife:
 
         def stay(lock: Any, *exception: object) -> None:
             """A process that dies leaves its locks, and they name a process that is no more."""
-            leave(lock, *exception)
-            if self.dead and lock.path.parent.exists():
-                lock.path.write_text(json.dumps(lock._owner | {"start": "1"}))
+            try:
+                leave(lock, *exception)
+            finally:
+                # The lock's own removal is a step, before which a process may die too.
+                path = Path(lock.files.address, lock.file)
+                if self.dead and path.parent.exists():
+                    path.write_text(json.dumps(lock._owner | {"start": "1"}))
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(jacstore.storage.files, "before_step", self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import shutil
 import warnings
@@ -9,6 +10,7 @@ import warnings
 import dask.array as da
 import numpy as np
 import pytest
+import scipy.sparse
 import sklearn.base
 import sklearn.decomposition
 import sklearn.kernel_ridge
@@ -939,3 +941,37 @@ def test_a_search_over_alphas_by_scikit_learn_is_the_one_over_its_own_estimator(
         cross_val_score(Theirs(alpha=1.0, kernel="precomputed"), gram, y, cv=3),
         rtol=1e-9,
     )
+
+
+# Checks of scikit-learn that KernelRidge cannot pass, and why.
+NOT_FOR_KERNELS = {
+    "check_estimators_unfitted": "the error is jacstore's own, for scikit-learn need not be installed",
+    "check_estimators_nan_inf": "gives a matrix of features, not a kernel: it is refused as it is not square",
+    "check_positive_only_tag_during_fit": "makes a kernel of random numbers that is not positive definite",
+    "check_estimators_dtypes": "rounds a kernel to integers, which leaves it not positive definite",
+    "check_complex_data": "wants scikit-learn's words; a complex kernel is refused in jacstore's",
+    "check_dtype_object": "gives a kernel of Python objects; kernels are arrays of numbers",
+    "check_estimators_empty_data_messages": "wants scikit-learn's words; an empty kernel is refused in jacstore's",
+    "check_n_features_in_after_fitting": "wants scikit-learn's words; other columns are refused in jacstore's",
+    "check_fit2d_predict1d": "wants scikit-learn's words; one row without its axis is refused in jacstore's",
+}
+
+
+def test_kernel_ridge_passes_every_check_of_scikit_learn_but_those_that_are_listed_with_a_reason():
+    checks = pytest.importorskip("sklearn.utils.estimator_checks")
+    if "expected_failed_checks" not in inspect.signature(checks.check_estimator).parameters:
+        pytest.skip("scikit-learn lists no expected failures before version 1.6")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = checks.check_estimator(
+            KernelRidge(), on_skip=None, on_fail=None, expected_failed_checks=NOT_FOR_KERNELS
+        )
+    state = {status: {one["check_name"] for one in found if one["status"] == status} for status in ("passed", "xfail")}
+    assert [one["check_name"] for one in found if one["status"] == "failed"] == []
+    assert state["xfail"] == set(NOT_FOR_KERNELS) and len(state["passed"]) > 35
+
+
+def test_a_sparse_kernel_and_targets_that_are_missing_are_refused():
+    assert "sparse matrices are not supported" in refused(KernelRidge().fit, scipy.sparse.eye(3), np.ones(3))
+    assert "the target y is None" in refused(KernelRidge().fit, np.eye(3), None)
+    assert KernelRidge(method="cg").fit(np.eye(3), np.ones(3)).n_features_in_ == 3

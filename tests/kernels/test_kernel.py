@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 from pathlib import Path
 
 import dask.array as da
@@ -74,6 +75,34 @@ def test_xarray_reads_a_kernel_with_its_dimension_names(tmp_path):
     with xarray.open_zarr(tmp_path / "k", consolidated=False) as found:
         assert found["kernel"].dims == ("output", "example", "other_example")
         assert_close(found["kernel"].values, truth)
+
+
+@pytest.mark.parametrize(
+    ("mode", "other"), [*((mode, None) for mode in MODES), ("full", 4), ("trace", 4), ("diagonal", 4)]
+)
+def test_to_xarray_names_the_example_and_output_of_every_entry(mode, other, tmp_path):
+    pytest.importorskip("xarray")
+    kernel, truth = assembled(tmp_path / "k", mode, other=other)
+    found = kernel.to_xarray()
+    assert found.chunks is not None and found.attrs["mode"] == mode
+    assert_close(found.values, truth)
+    n, m, k = kernel.plan.rows.n_examples, kernel.plan.cols.n_examples, kernel.plan.n_outputs
+    assert {name: sorted({*values.values.tolist()}) for name, values in found.coords.items()} == {
+        name: list(range({"example": n, "other_example": m}.get(name, k))) for name in found.coords
+    }
+    if mode == "full":
+        rows = (found.example == 2) & (found.output == 1)
+        columns = (found.other_example == 3) & (found.other_output == 0)
+        assert found[rows.values, columns.values].values.tolist() == [[found.values[2 * k + 1, 3 * k]]]
+
+
+def test_to_xarray_without_xarray_says_what_to_install(tmp_path, monkeypatch):
+    kernel, _ = assembled(tmp_path / "k", "trace")
+    monkeypatch.setitem(sys.modules, "xarray", None)
+    with pytest.raises(
+        ModuleNotFoundError, match=r"^Kernel.to_xarray needs xarray \(.*pip install 'jacstore\[xarray\]'$"
+    ):
+        kernel.to_xarray()
 
 
 @pytest.mark.parametrize("mode", ["full", "trace", "diagonal"])

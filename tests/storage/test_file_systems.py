@@ -291,9 +291,9 @@ def test_a_run_whose_lock_was_taken_over_writes_nothing_more(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [str, Path])
-@pytest.mark.parametrize("address", ["s3://bucket/run", "gs://b/x", "MEMORY://", "file:///tmp/x", "s3:/bucket/run"])
+@pytest.mark.parametrize("address", ["ftp://host/run", "hdfs://b/x", "MEMORY://", "file:///tmp/x", "ftp:/host/run"])
 def test_an_address_that_is_not_known_is_refused_wherever_a_path_is_taken(address, kind, tmp_path, monkeypatch):
-    """It became a local folder named s3: and was reported as success."""
+    """It became a local folder named ftp: and was reported as success."""
     held, given = build(mlp(3), None), kind(address)
     monkeypatch.chdir(tmp_path)
     for call in (

@@ -33,6 +33,8 @@ class ItemResult:
 
     item: int
     peak_rss: int
+    pid: int
+    requests: dict[str, int]
     spent: Spent
 
 
@@ -63,6 +65,8 @@ class GramForecast(Reported):
     expected_seconds: float
     expected_flops_per_second: float
     expected_seconds_lost_by_a_kill: float
+    # Where a store or the kernel is in a bucket, by kind.
+    expected_requests: dict[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +97,8 @@ class GramReport(Reported):
     expected_passes: float
     rates: dict[str, int]
     complete: bool
+    # Where a store or the kernel is in a bucket, by kind, in all processes.
+    requests: dict[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)

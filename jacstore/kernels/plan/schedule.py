@@ -39,6 +39,7 @@ def plan_gram(
     engine_copies: tuple[int, int] = (2, 3),
     steps: tuple[Step, ...] = (),
     factor_bytes: tuple[int, int] = (0, 0),
+    at_once: int = IO_THREADS,
 ) -> GramPlan:
     """Choose tiles, groups and slabs with the fewest bytes read that the memory allows.
 
@@ -58,6 +59,8 @@ def plan_gram(
         Of factored leaves; `n_columns` then counts only what is stored as rows.
     factor_bytes
         Stored bytes of factors of an example, on both sides.
+    at_once
+        Files that are read at the same time.
 
     Raises
     ------
@@ -70,7 +73,7 @@ def plan_gram(
     piece = max(rows.piece_columns, cols.piece_columns)
     # Where nothing is stored as rows and all factors fit, each tile is finished by itself.
     resident = bool(steps) and not n_columns and sharing == 1 and not any(step.expanded for step in steps)
-    io_bytes = _io_bytes(rows, cols, n_outputs)
+    io_bytes = _io_bytes(rows, cols, n_outputs, at_once)
     per_side = math.isqrt(MAX_FILES // len(leaf_borders or [0]))
     tiles = [tile] if tile else _tile_sizes(mode, rows, cols, n_outputs, per_side)
     # Patches are cut anew for the columns of each slab, once in all: memory for whole ones is in older plans alone.
@@ -131,7 +134,9 @@ def plan_gram(
     return best
 
 
-def worker_parts(plan: GramPlan, product_itemsize: int, engine_copies: tuple[int, int]) -> dict[str, int]:
+def worker_parts(
+    plan: GramPlan, product_itemsize: int, engine_copies: tuple[int, int], at_once: int = IO_THREADS
+) -> dict[str, int]:
     """Bytes that a worker holds for the largest group of a plan, by name."""
     sizes = Footprint(
         mode=plan.mode,
@@ -143,7 +148,7 @@ def worker_parts(plan: GramPlan, product_itemsize: int, engine_copies: tuple[int
         product_itemsize=product_itemsize,
         slab_copies=engine_copies[0],
         tile_copies=engine_copies[1],
-        io_bytes=_io_bytes(plan.rows, plan.cols, plan.n_outputs),
+        io_bytes=_io_bytes(plan.rows, plan.cols, plan.n_outputs, at_once),
         steps=plan.steps,
         resident=plan.resident,
         patches_kept=plan.patches_kept,
@@ -152,9 +157,9 @@ def worker_parts(plan: GramPlan, product_itemsize: int, engine_copies: tuple[int
     return max((sizes.parts(group, width) for group in plan.groups), key=lambda parts: sum(parts.values()))
 
 
-def _io_bytes(rows: Side, cols: Side, n_outputs: int) -> int:
+def _io_bytes(rows: Side, cols: Side, n_outputs: int, at_once: int) -> int:
     """Bytes of the pieces that are read at once: encoded, decoded and on their way into a slab."""
-    return IO_THREADS * 3 * max(s.unit_size * s.piece_columns * s.itemsize for s in (rows, cols)) * n_outputs
+    return at_once * 3 * max(s.unit_size * s.piece_columns * s.itemsize for s in (rows, cols)) * n_outputs
 
 
 def _tile_sizes(mode: Mode, rows: Side, cols: Side, n_outputs: int, per_side: int) -> list[int]:

@@ -38,7 +38,8 @@ from jacstore.rows.torch.device_pass import STEPS, TorchPass
 from jacstore.rows.torch.network import Network, close, host, mapped, path_of, requested, settings
 from jacstore.rows.unit import SpareBlocks, Unit, refuse_other_inputs
 from jacstore.storage import zarr_group
-from jacstore.storage.files import Folder, Memory
+from jacstore.storage.files import Memory
+from jacstore.storage.runs import keep_run
 from jacstore.store.codec_choice import fastest_codec, measured_disk_speed
 from jacstore.store.reader import JacobianStore
 from jacstore.store.writer import StoreWriter
@@ -170,6 +171,8 @@ class _Job:
             batches_by_device=[],
             vmap=passes.mapped,
         )
+        if store.built.units_computed:
+            keep_run(store.ledger, "build", {**store.report, "memory": self.options.memory})
         return store
 
     def _writer(self, passes: TorchPass, listener: Listener, stop: Callable[[], bool]) -> StoreWriter:
@@ -224,7 +227,7 @@ class _Job:
         sample = [*rows.rows, *(v.reshape(len(v), 1, -1) for v in rows.factors.values() if v.dtype.kind != "i")]
         size = sum(values.nbytes for values in [*rows.rows, *rows.factors.values()])
         computing = seconds / size if passes.network.device.type == "cpu" else 0.0
-        return fastest_codec(sample, measured_disk_speed(Path(out).absolute()), computing)
+        return fastest_codec(sample, measured_disk_speed(out), computing)
 
 
 # --------------------------------------------------------------------------------------------------------------- inputs
@@ -268,7 +271,7 @@ def source_of(inputs: Any) -> Arrays | Dataset:
 def _existing(out: str | Path | None, memory: int) -> JacobianStore | None:
     """The store to continue, if there is one: its codec stays, and so do leaves whose terms an example refuted."""
     files = zarr_group.place(out, memory)
-    if not isinstance(files, Folder) or files.size(zarr_group.ROOT) is None:
+    if files.address is None or files.size(zarr_group.ROOT) is None:
         return None
     return JacobianStore(files, str(out))
 
@@ -340,8 +343,8 @@ def _give_memory(writer: StoreWriter, passes: TorchPass, source: Examples, memor
     store, (each, chunks) = writer.store, source.bytes_held()
     unit = store.bytes_decoded // store.n_examples * store.unit_size
     needs = {
-        # One is filled while the other is written.
-        "unit_buffers": 2 * unit,
+        # One is filled while the other is written; objects in a bucket are put from copies.
+        "unit_buffers": (2 + bool(writer.files.address and writer.files.copies)) * unit,
         # On an accelerator passes take its memory, not the host's.
         "device_pass": passes.bytes_needed if passes.network.device.type == "cpu" else 0,
         # A batch as it is read and as tensors.
@@ -350,7 +353,7 @@ def _give_memory(writer: StoreWriter, passes: TorchPass, source: Examples, memor
     left = Budget(memory).beside(**needs)
     if left < writer.files.bytes_held:
         raise InvalidRequestError(
-            f"--memory {memory:,}: two units of {store.unit_size} example(s) take {format_size(needs['unit_buffers'])} "
+            f"--memory {memory:,}: units of {store.unit_size} example(s) take {format_size(needs['unit_buffers'])} "
             f"(unit_buffers), a batch of {passes.batch_size} about {format_size(needs['device_pass'])} (device_pass) "
             f"and its inputs {format_size(needs['inputs'])} (inputs); give more memory (memory=), a smaller "
             "--batch-size (batch_size=) or --unit-size (unit_size=), or inputs= in smaller chunks"
