@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import jacstore
+from jacstore.base import machine
+from jacstore.base.events import SlabDone
+from jacstore.base.threads import blas_threads
 
 MLP = (784, 1024, 1024, 512, 10)
 CHANNELS = (3, 64, 128, 256, 512)
@@ -188,6 +192,8 @@ class Bare:
         # One example at least; slabs as deep as those of a gram.
         self.sizes = [(max(1, min(rows // r, self.examples)), min(depth, 4096)) for r, depth in self.shapes]
         self.seconds: list[tuple[float, float]] = []
+        self.cores = machine.cores()
+        self.pool = ThreadPoolExecutor(self.cores)
         rng = np.random.default_rng(0)
         most = max(n * r * depth for (r, _), (n, depth) in zip(self.shapes, self.sizes, strict=True))
         self.numbers = rng.standard_normal((2, most), np.float32)
@@ -195,10 +201,15 @@ class Bare:
         self.out = np.zeros(max((n * r) ** 2 for (r, _), (n, _) in zip(self.shapes, self.sizes, strict=True)), "f4")
 
     def __call__(self, event: Any) -> None:
-        if time.perf_counter() - self.last >= self.pause:
+        # After a slab, and not after a tile: while one is written, the next is computed.
+        if isinstance(event, SlabDone) and time.perf_counter() - self.last >= self.pause:
             self.measure()
 
     def measure(self) -> None:
+        with blas_threads(1):
+            self._measure()
+
+    def _measure(self) -> None:
         started, cpu_started, total, cpu = time.perf_counter(), time.process_time(), 0.0, 0.0
         for (r, depth), (n, deep) in zip(self.shapes, self.sizes, strict=True):
             a, b = (side[: n * r * deep].reshape(n * r, deep) for side in self.numbers)
@@ -206,13 +217,19 @@ class Bare:
             begun, used = time.perf_counter(), time.process_time()
             # The upper half of the kernel.
             share = depth / deep * (self.examples / n) ** 2 / 2
-            np.matmul(a, b.T, out=out)
+            self.multiply(a, b, out)
             total += (time.perf_counter() - begun) * share
             cpu += (time.process_time() - used) * share
         self.seconds.append((total, cpu))
         self.last = time.perf_counter()
         self.spent += self.last - started
         self.cpu_spent += time.process_time() - cpu_started
+
+    def multiply(self, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+        """`a @ b.T` on all cores, some rows on each: inside a gram BLAS itself may be limited to one thread."""
+        step = -(-len(a) // self.cores)
+        parts = [slice(first, first + step) for first in range(0, len(a), step)]
+        list(self.pool.map(lambda part: np.matmul(a[part], b.T, out=out[part]), parts))
 
     def median(self) -> tuple[float, float]:
         """Seconds, and seconds of all cores together."""

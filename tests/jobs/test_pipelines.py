@@ -18,6 +18,7 @@ import bench_contraction
 import bench_trust
 import compare_laplace
 import compare_peers
+import compile_time
 import device_check
 import headline
 import issue30
@@ -28,7 +29,9 @@ import model_zoo
 import precision
 import roofline
 import soak
+import training
 import transformer
+from jacstore.base.events import ItemDone, SlabDone
 from jacstore.errors import DamagedDataError, RunInterruptedError
 from jacstore.problem.problem import prepare
 from jacstore.rows.trace.cut import cut_before_products
@@ -506,6 +509,34 @@ def test_predictive_variances_by_the_kernel_and_by_the_normal_matrix_agree(tmp_p
     assert [row["failed"] for row in rows] == ["", ""]
     assert rows[0]["difference"] == 0 and 0 < rows[1]["difference"] < 1e-3
     assert (tmp_path / "out" / "laplace.png").stat().st_size > 10_000
+
+
+def test_bare_products_are_timed_on_all_cores_and_after_slabs_only():
+    task = headline.problem("mlp", 6, None)
+    bare = headline.Bare(jacstore.build(task, None), rows=8)
+    bare.pause = 0
+    bare(ItemDone(item=0))
+    assert not bare.seconds
+    bare(SlabDone(item=0, slab=0, bytes_read=0))
+    assert len(bare.seconds) == 1
+    a, b = np.random.default_rng(0).standard_normal((2, 7, 5), np.float32)
+    out = np.zeros((7, 7), np.float32)
+    bare.multiply(a, b, out)
+    np.testing.assert_allclose(out, a @ b.T, rtol=1e-5)
+
+
+def test_training_compiles_nothing_after_the_first_checkpoint_and_agrees_with_bare_rows(tmp_path):
+    words = ["--examples", "12", "--checkpoints", "3", "--csv", str(tmp_path / "t.csv")]
+    lines = training.main([*words, "--figure", str(tmp_path / "t.png")])
+    assert [line.compilations for line in lines[1:]] == [0, 0]
+    assert max(line.largest_difference for line in lines) < 1e-5 and lines[-1].moved > lines[0].moved == 0
+    assert (tmp_path / "t.png").stat().st_size > 10_000
+
+
+def test_compile_time_has_a_line_for_each_depth(tmp_path):
+    sizes = ["--width", "8", "--examples", "2", "--outputs", "2", "--rounds", "1"]
+    lines = compile_time.main(["--depths", "2", *sizes, "--csv", str(tmp_path / "c.csv")])
+    assert [line.blocks for line in lines] == [2] and lines[0].ratio == lines[0].seconds_build / lines[0].seconds_jacrev
 
 
 @pytest.mark.parametrize("engine", ["blas", "xla"])
