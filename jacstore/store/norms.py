@@ -57,7 +57,7 @@ def stored_norms(store: JacobianStore, leaf: Leaf, start: int, stop: int, memory
     operands = {name: store.read_operand(name, start, stop, np.float64) for name in leaf.operands}
     step = max(1, budget["pairs"] // _pair_bytes(store, leaf))
     for a in range(0, stop - start, step):
-        total[a : a + step] = squared_norms(leaf, {k: v[a : a + step] for k, v in operands.items()}).sum(-1)
+        total[a : a + step] = squared_norms(leaf, {k: operands[k][a : a + step] for k in leaf.operands}).sum(-1)
     return total
 
 

@@ -94,7 +94,8 @@ def _rounded(values: np.ndarray, scale: float | None) -> np.ndarray:
 
 def squared_magnitudes(leaf: Leaf, operands: Mapping[str, np.ndarray]) -> np.ndarray:
     """Squared norms `(n, K)` of what a factored leaf's rows are summed from: of absolute values."""
-    wide = {k: v if v.dtype.kind == "i" else np.abs(v.astype(np.float64)) for k, v in operands.items()}
+    given = {name: operands[name] for name in leaf.operands}
+    wide = {k: v if v.dtype.kind == "i" else np.abs(v.astype(np.float64)) for k, v in given.items()}
     terms = tuple(term.magnitudes() for term in leaf.factored)
     norms: np.ndarray = squared_norms(replace(leaf, terms=terms), wide).sum(-1)
     return norms

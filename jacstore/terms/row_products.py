@@ -62,7 +62,7 @@ def _formed_products(leaf: Leaf, left: Operands, right: Operands, mode: Mode, xp
 
 def own_products(leaf: Leaf, operands: Operands, xp: Any = np) -> Any:
     """Products `(n, K, K)` of each example's rows of a factored leaf with each other, for mode blocks."""
-    names = list(operands)
+    names = leaf.operands
     outputs = max(operands[term.cotangents].shape[1] for term in leaf.factored)
     expanded = own_rows_are_smaller(leaf, {name: operands[name].shape[-2] for name in names}, outputs)
     blocks = []
